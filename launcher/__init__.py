@@ -1,0 +1,1 @@
+"""warmslot.launcher: starts, watches and measures llama-server backends."""

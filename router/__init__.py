@@ -1,0 +1,1 @@
+"""warmslot.router: a cache-aware HTTP router in front of llama-server backends."""
