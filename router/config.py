@@ -1,92 +1,293 @@
-"""The configuration file: pools, backends, policies, listening address, keys.
+"""The configuration file's model: pools, backends, policies, listening address, keys.
 
-One YAML file is validated into :class:`Config`. Whoever reads a setting reads it from here, so that its
-name, type, default and meaning exist once. Durations are seconds (``30``, ``"30s"``, ``"5m"``, ``"1h"``).
+One YAML file is validated into :class:`Config` (reading it is :mod:`.config_file`'s work). Whoever reads a
+setting reads it from here, so that its name, type, default and meaning exist once: the docstring below a
+field is its text in the JSON schema and in ``docs/configuration.md``.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import ipaddress
+import math
+import re
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
+POOL_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:/-]{0,126}$"
+URL_PATTERN = r"^https?://[^\s/?#@]+/?$"
+DURATION_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(ms|s|m|h)$"
+SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(B|kB|MB|GB|KiB|MiB|GiB)$"
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def _seconds(value: object) -> object:
-    if isinstance(value, str):
-        text = value.strip()
-        for unit in sorted(_UNITS, key=len, reverse=True):
-            if text.endswith(unit):
-                try:
-                    return float(text[: -len(unit)]) * _UNITS[unit]
-                except ValueError:
-                    break
+def _with_unit(value: object, pattern: str, units: dict[str, float] | dict[str, int]) -> object:
+    if isinstance(value, str) and re.match(pattern, value):
+        unit = value.lstrip("0123456789. ")
+        return float(value[: -len(unit)]) * units[unit]
     return value
 
 
-Seconds = Annotated[float, BeforeValidator(_seconds), Field(ge=0)]
+def _seconds(value: object) -> object:
+    return _with_unit(value, DURATION_PATTERN, _SECONDS)
+
+
+def _bytes(value: object) -> object:
+    size = _with_unit(value, SIZE_PATTERN, _BYTES)
+    return math.floor(size) if isinstance(size, float) and isinstance(value, str) else size
+
+
+Seconds = Annotated[
+    float,
+    BeforeValidator(_seconds),
+    Field(ge=0, allow_inf_nan=False),
+    WithJsonSchema(
+        {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "pattern": DURATION_PATTERN}]}
+    ),
+]
+"""A duration in seconds; written ``30``, ``"500ms"``, ``"30s"``, ``"5m"`` or ``"1h"``."""
+
+Bytes = Annotated[
+    int,
+    BeforeValidator(_bytes),
+    Field(ge=1),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": SIZE_PATTERN}]}
+    ),
+]
+"""A size in bytes; written ``1048576``, ``"1MiB"`` or ``"1MB"``."""
+
+
+class Problem(NamedTuple):
+    """A setting that is wrong only beside another one."""
+
+    path: tuple[str | int, ...]
+    """Where, from the section whose check found it."""
+    message: str
+
+
+def _reject(problems: Iterator[Problem]) -> None:
+    found = list(problems)
+    if found:
+        text = "; ".join(problem.message for problem in found)
+        raise PydanticCustomError("problems", "{text}", {"text": text, "problems": found})
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are frozen."""
+    """Base of all sections: unknown keys are errors, values are strict and frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Scheduling(Section):
     """How a pool's requests are ordered and how many run at once on each backend."""
 
     in_flight: Literal["serialize", "pair", "slots", "auto"] = "auto"
+    """Requests at once on a backend: one, two, as many as it has slots, or what measured rates say."""
     queue: Literal["reuse", "fifo"] = "reuse"
+    """Who goes next: the shortest uncached prompt with a bound on waiting, or arrival order."""
     max_wait: Seconds | Literal["auto"] = "auto"
+    """Nobody is overtaken for longer than this; `auto` follows the load."""
     linger: Seconds | Literal["auto"] = "auto"
-    max_queue: int = Field(default=1024, ge=1)
+    """How long a freed slot is held for the next turn of its own conversation; `auto` learns it."""
+    max_queue: int = Field(default=1024, ge=1, le=1_000_000)
+    """Requests that may wait in the pool; the next one is answered with 429."""
 
 
 class Backend(Section):
-    """One llama-server: launched here (``model``) or already running elsewhere (``url``)."""
+    """One llama-server: launched here (`model`) or already running elsewhere (`url`)."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")
-    url: str | None = None
-    model: str | None = None
-    """A GGUF file, or ``demo`` for the bundled demo model."""
-    engine: str | None = None
-    """Overrides the top-level ``engine``."""
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["model"]}, {"required": ["url"]}]})
+
+    name: str = Field(pattern=NAME_PATTERN)
+    """Its name in metrics, headers and logs; unique in the file."""
+    url: str | None = Field(default=None, pattern=URL_PATTERN)
+    """Address of a llama-server that runs already; its slots and context are asked from it."""
+    model: str | None = Field(default=None, min_length=1)
+    """The GGUF file to serve from a llama-server launched here, or `demo` for the bundled demo model."""
+    engine: str | None = Field(default=None, min_length=1)
+    """The engine of this backend alone; see the top-level `engine`."""
     slots: int = Field(default=4, ge=1, le=256)
-    context: int = Field(default=4096, ge=256)
-    """Tokens per slot."""
-    threads: int | None = Field(default=None, ge=1)
-    cache_ram: int = Field(default=0, ge=0)
-    """MiB of host memory for the engine's own prompt cache; 0 = off."""
+    """Conversations that stay warm (`-np`)."""
+    context: int = Field(default=4096, ge=256, le=16_777_216)
+    """Tokens that one slot can hold (`-c` is slots × this)."""
+    threads: int | None = Field(default=None, ge=1, le=4096)
+    """CPU threads of the engine (`-t`); the engine's own choice where it is left out."""
+    cache_ram: int = Field(default=0, ge=0, le=16_777_216)
+    """MiB of host memory for the engine's own prompt cache (`--cache-ram`); 0 switches it off."""
     args: tuple[str, ...] = ()
+    """More llama-server flags, passed as they are."""
     env: dict[str, str] = Field(default_factory=dict)
-    slot_save_path: str | None = None
+    """More environment variables of the engine."""
+    slot_save_path: str | None = Field(default=None, min_length=1)
+    """Folder for saved slots (`--slot-save-path`); without it slots cannot be saved."""
     start_timeout: Seconds = 600.0
+    """How long the engine may take until it is healthy, model loading included."""
+
+    @model_validator(mode="after")
+    def _model_or_url(self) -> Self:
+        _reject(self._problems())
+        return self
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.model is None and self.url is None:
+            yield Problem(
+                (),
+                "found neither model nor url, allowed: one of them",
+            )
+        elif self.url is not None:
+            for other in sorted(self.model_fields_set - {"name", "url"}):
+                message = "found beside url, allowed: only in a backend that is launched here"
+                yield Problem((other,), message)
 
 
 class Pool(Section):
     """The backends that serve one model."""
 
-    name: str
-    aliases: tuple[str, ...] = ()
+    name: str = Field(pattern=POOL_PATTERN)
+    """The model name that clients ask for; unique in the file."""
+    aliases: tuple[Annotated[str, Field(pattern=POOL_PATTERN)], ...] = ()
+    """Other model names that lead here."""
     default: bool = False
+    """Requests that name no known model come here; to the first pool where none says so."""
     scheduling: Scheduling = Scheduling()
+    """How this pool's requests are ordered and how many run at once."""
     backends: tuple[Backend, ...] = Field(min_length=1)
+    """The servers of this pool."""
 
 
 class Listen(Section):
-    """Where the router serves. Port 0 takes a free port."""
+    """Where the router serves."""
 
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to bind."""
     port: int = Field(default=8080, ge=0, le=65535)
+    """Port to bind; 0 takes a free one."""
+    public: bool = False
+    """Says that an address reachable from elsewhere is meant to be served without keys."""
+
+
+class Key(Section):
+    """One bearer key. Its secret stands in the file, in the environment or in a file of its own."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": [source]} for source in ("value", "env", "file")]}
+    )
+
+    name: str = Field(pattern=NAME_PATTERN)
+    """Name of its holder, in metrics; unique in the file."""
+    value: SecretStr | None = Field(default=None, min_length=1)
+    """The secret itself. Always set once the file is read."""
+    env: str | None = Field(default=None, min_length=1)
+    """Environment variable that holds the secret."""
+    file: str | None = Field(default=None, min_length=1)
+    """File that holds the secret (surrounding white space is dropped)."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [source for source in ("value", "env", "file") if getattr(self, source) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "no secret"
+            _reject(iter([Problem((), f"found {found}, allowed: exactly one of value, env, file")]))
+        return self
+
+
+class Limits(Section):
+    """Bounds that keep one client from hurting the others."""
+
+    max_body: Bytes = 32 * 2**20
+    """Largest request body; a larger one is answered with 413."""
+    body_timeout: Seconds = 30.0
+    """How long a client may take to send its body; then it is answered with 408."""
+    hold_timeout: Seconds = 60.0
+    """How long requests are held while no backend of their pool is up; then they are answered with 503."""
+    request_timeout: Seconds = 3600.0
+    """Longest life of a request, waiting included; then it ends with 504 or an error event."""
+    drain_timeout: Seconds = 30.0
+    """How long running requests may take to end when warmslot stops."""
+    ping_interval: Seconds = 15.0
+    """A stream that has been silent for this long gets an SSE comment; 0 switches that off."""
 
 
 class Config(Section):
     """The whole file."""
 
     listen: Listen = Listen()
-    engine: str | None = None
-    """Path of a llama-server, ``embedded``, or ``None`` to search."""
-    keys: tuple[str, ...] = ()
+    """Where the router serves."""
+    engine: str | None = Field(default=None, min_length=1)
+    """Path or command of a llama-server, or `embedded` (xllamacpp); searched for where it is left out."""
+    keys: tuple[Key, ...] = ()
+    """Bearer keys, one of which every request must carry; none means that no key is asked for."""
+    limits: Limits = Limits()
+    """Bounds that keep one client from hurting the others."""
     pools: tuple[Pool, ...] = Field(min_length=1)
+    """The models that are served."""
+
+    @property
+    def default_pool(self) -> Pool:
+        """The pool of requests that name no model."""
+        return next((pool for pool in self.pools if pool.default), self.pools[0])
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        _reject(self._problems())
+        return self
+
+    def _problems(self) -> Iterator[Problem]:
+        if not self.keys and not self.listen.public and not _is_loopback(self.listen.host):
+            yield Problem(
+                ("listen", "host"),
+                f'found "{self.listen.host}" without keys, '
+                "allowed: a loopback address, or keys, or listen.public: true",
+            )
+        yield from _twice((("keys", i, "name"), key.name) for i, key in enumerate(self.keys))
+        yield from _twice(self._pool_names())
+        yield from _twice(
+            (("pools", i, "backends", j, "name"), backend.name)
+            for i, pool in enumerate(self.pools)
+            for j, backend in enumerate(pool.backends)
+        )
+        defaults = [i for i, pool in enumerate(self.pools) if pool.default]
+        for i in defaults[1:]:
+            first = self.pools[defaults[0]].name
+            yield Problem(
+                ("pools", i, "default"), f"found true as in pool {first}, allowed: one default pool"
+            )
+
+    def _pool_names(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        for i, pool in enumerate(self.pools):
+            yield ("pools", i, "name"), pool.name
+            for j, alias in enumerate(pool.aliases):
+                yield ("pools", i, "aliases", j), alias
+
+
+def _twice(named: Iterator[tuple[tuple[str | int, ...], str]]) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for path, name in named:
+        if name in seen:
+            yield Problem(path, f'found "{name}" a second time, allowed: a name of its own')
+        seen.add(name)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -4,7 +4,8 @@ One object owns slots, queue and trie. Every method is synchronous and determini
 time comes in as ``now`` (monotonic seconds). The dispatcher drives it with real engines, the simulator with
 modelled ones: the same code routes in both.
 
-The life of a request: ``submit`` -> (``withdraw`` | a ``Lease`` from ``grant``) -> ``first_token`` -> ``finish``.
+The life of a request: ``submit`` -> (``withdraw`` | a ``Lease`` from ``grant``) -> ``first_token`` ->
+``finish``.
 After any call, ask ``grant`` for what may start now and ``next_wake`` for when to ask again unprompted.
 """
 
@@ -29,7 +30,9 @@ class QueueFullError(Exception):
 class Core(Protocol):
     """What the dispatcher and the simulator rely on."""
 
-    def backend_up(self, backend: str, pool: str, slots: int, context: int, now: float, *, known_empty: bool) -> None:
+    def backend_up(
+        self, backend: str, pool: str, slots: int, context: int, now: float, *, known_empty: bool
+    ) -> None:
         """A backend serves now with ``slots`` slots of ``context`` tokens each.
 
         ``known_empty``: freshly started by us; otherwise what it holds is unknown until observed.
@@ -57,7 +60,7 @@ class Core(Protocol):
         """The prefill of a leased request is over, it decodes now."""
 
     def finish(self, request_id: str, outcome: Outcome, now: float) -> Report:
-        """The engine says that the slot of this lease is free. Exactly once for each lease; raises KeyError else."""
+        """The engine says that the slot of this lease is free. Once for each lease; KeyError else."""
 
     def observe(self, backend: str, slots: Sequence[SlotObservation], now: float) -> None:
         """Compare the picture with the engine's ``/slots``; foreign traffic makes a slot unknown."""

@@ -102,7 +102,13 @@ class Prompt:
     @classmethod
     def of(cls, data: bytes, *, root: bytes = ROOT, tokens: int | None = None) -> Prompt:
         """Build a prompt from canonical bytes (8 bytes of chain for each full block of ``BLOCK`` bytes)."""
-        return cls(chain=extend_chain(array("Q"), data, root=root), length=len(data), data=data, tokens=tokens, root=root)
+        return cls(
+            chain=extend_chain(array("Q"), data, root=root),
+            length=len(data),
+            data=data,
+            tokens=tokens,
+            root=root,
+        )
 
 
 def extend_chain(chain: array[int], data: bytes, *, root: bytes = ROOT) -> array[int]:

@@ -1,0 +1,276 @@
+"""Reads the configuration file: YAML with line numbers, and one clear line for every setting that is wrong.
+
+A line reads ``FILE:LINE: pools[0].backends[1].slots: found "four", allowed: an integer from 1 to 256``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import SecretStr, ValidationError
+
+from .config import Backend, Config, Key
+from .config_schema import Schema, allowed, child, members, schema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from .config_schema import Path as Steps
+
+_FOUND_LIMIT = 80
+_SECRET = re.compile(r"^keys\[\d+\]\.value$")
+
+
+class ConfigError(Exception):
+    """The file cannot be used. ``lines`` holds one line for every setting that is wrong, at least one."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
+def load(path: str | os.PathLike[str], env: Mapping[str, str] = os.environ) -> Config:
+    """Read, validate and complete a configuration file.
+
+    Relative paths in it (``model``, ``engine`` with a slash, ``slot_save_path``, ``keys[].file``) start at
+    its own folder. Every key's ``value`` is set in the result. Raises :class:`ConfigError`.
+    """
+    file = os.fspath(path)
+    try:
+        text = Path(file).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            [f"{file}: found bytes that are not UTF-8 (at {error.start}), allowed: UTF-8 text"]
+        ) from None
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError([f"{file}: {reason}, allowed: a readable YAML file"]) from None
+    return _complete(*parse(text, file), Path(file).parent, env)
+
+
+def parse(text: str, file: str = "config") -> tuple[Config, _Document]:
+    """Validate the text of a configuration file; nothing outside the text is looked at."""
+    document = _Document(text, file)
+    try:
+        content = json.dumps(document.data, default=str)
+    except (ValueError, RecursionError):
+        raise ConfigError([f"{file}:1: found a section that contains itself, allowed: plain YAML"]) from None
+    try:
+        # JSON, because strict validation of it takes lists and keeps "8080" and true apart from 8080 and 1.
+        return Config.model_validate_json(content, strict=True), document
+    except ValidationError as error:
+        raise ConfigError(list(dict.fromkeys(_lines(error, document)))) from None
+
+
+def dotted(path: Steps) -> str:
+    """``pools[0].name`` for ``("pools", 0, "name")``."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
+
+
+class _Document:
+    """A YAML document: its plain data, and the line of each setting."""
+
+    def __init__(self, text: str, file: str) -> None:
+        self.file = file
+        self._lines: dict[Steps, int] = {(): 1}
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is not None:
+                self._locate(node, (), frozenset())
+            self.data = None if node is None else loader.construct_document(node)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            line = "" if mark is None else f":{mark.line + 1}"
+            raise ConfigError([f"{file}{line}: not YAML: {error.problem or error.context}"]) from None
+        except (yaml.YAMLError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError([f"{file}:1: not YAML: {reason}"]) from None
+        finally:
+            loader.dispose()
+        if self.data is None:
+            raise ConfigError(
+                [f"{file}:1: found nothing, allowed: at least pools (see configs/example.yaml)"]
+            )
+
+    def line(self, path: Steps) -> int:
+        """The line of a setting, or of the innermost section around it that is in the file."""
+        while path not in self._lines:
+            path = path[:-1]
+        return self._lines[path]
+
+    def at(self, path: Steps) -> Any:
+        """The value that the file has there; ``None`` where it has none."""
+        value: Any = self.data
+        for step in path:
+            try:
+                value = value[step]
+            except (KeyError, IndexError, TypeError):
+                return None
+        return value
+
+    def error(self, path: Steps, message: str) -> str:
+        """One line about a setting."""
+        place = dotted(path)
+        return (
+            f"{self.file}:{self.line(path)}: {place}: {message}"
+            if place
+            else f"{self.file}:{self.line(path)}: {message}"
+        )
+
+    def _locate(self, node: yaml.Node, path: Steps, above: frozenset[int]) -> None:
+        if id(node) in above:
+            return
+        above |= {id(node)}
+        if isinstance(node, yaml.MappingNode):
+            seen: set[str] = set()
+            for key, value in node.value:
+                name = str(key.value)
+                here = (*path, name)
+                if not isinstance(key, yaml.ScalarNode) or key.tag not in {
+                    "tag:yaml.org,2002:str",
+                    "tag:yaml.org,2002:merge",
+                }:
+                    raise ConfigError(
+                        [self._at_mark(key, path, "found a name that is not text, allowed: a setting's name")]
+                    )
+                if name in seen:
+                    raise ConfigError([self._at_mark(key, here, "found a second time, allowed: once")])
+                seen.add(name)
+                self._lines[here] = key.start_mark.line + 1
+                self._locate(value, here, above)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self._lines[(*path, index)] = item.start_mark.line + 1
+                self._locate(item, (*path, index), above)
+
+    def _at_mark(self, node: yaml.Node, path: Steps, message: str) -> str:
+        place = dotted(path)
+        return f"{self.file}:{node.start_mark.line + 1}: " + (f"{place}: {message}" if place else message)
+
+
+def _lines(error: ValidationError, document: _Document) -> Iterator[str]:
+    for item in error.errors(include_url=False):
+        path, node = _place(item["loc"])
+        kind = item["type"]
+        if kind == "problems":
+            for problem in item["ctx"]["problems"]:
+                yield document.error((*path, *problem.path), problem.message)
+        elif kind == "extra_forbidden":
+            yield document.error(path, "unknown setting" + _suggestion(str(path[-1]), path[:-1]))
+        elif kind == "too_short" and document.at(path):
+            continue  # its items are wrong, and have lines of their own
+        elif kind == "missing":
+            yield document.error(path, f"missing, required: {allowed(node)}")
+        else:
+            yield document.error(
+                path, f"found {_found(document.at(path), path)}, allowed: {_allowed(node, kind)}"
+            )
+
+
+def _place(loc: tuple[str | int, ...]) -> tuple[Steps, Schema]:
+    """The setting that an error is about: its location less the branches of unions, and its schema."""
+    node = schema()
+    path: Steps = ()
+    for number, step in enumerate(loc):
+        inner = child(node, step)
+        if inner is None:
+            # An unknown setting is the last step of its path; anything else is a union's branch.
+            return ((*path, step), {}) if number == len(loc) - 1 and members(node) else (path, node)
+        node, path = inner, (*path, step)
+    return path, node
+
+
+def _allowed(node: Schema, kind: str) -> str:
+    return "at least one" if kind == "too_short" else allowed(node)
+
+
+def _suggestion(name: str, path: Steps) -> str:
+    _, section = _place(path)
+    names = members(section)
+    close = difflib.get_close_matches(name.replace("-", "_"), names, n=1)
+    return f", did you mean {close[0]}?" if close else ", allowed: " + ", ".join(names)
+
+
+def _found(value: Any, path: Steps) -> str:
+    if _SECRET.match(dotted(path)):
+        return "a value that is not shown"
+    if isinstance(value, dict):
+        return "a section" if value else "an empty section"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    if value is None:
+        return "nothing"
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _FOUND_LIMIT else text[:_FOUND_LIMIT] + '…"'
+
+
+def _complete(config: Config, document: _Document, folder: Path, env: Mapping[str, str]) -> Config:
+    """Resolve what the text only points to: secrets of keys, relative paths."""
+    errors: list[str] = []
+    keys: list[Key] = []
+    for index, key in enumerate(config.keys):
+        try:
+            keys.append(key.model_copy(update={"value": SecretStr(_secret(key, folder, env))}))
+        except ConfigError as error:
+            source = "env" if key.env is not None else "file" if key.file is not None else "value"
+            errors.append(document.error(("keys", index, source), str(error)))
+    if errors:
+        raise ConfigError(errors)
+    pools = tuple(
+        pool.model_copy(update={"backends": tuple(_with_paths(backend, folder) for backend in pool.backends)})
+        for pool in config.pools
+    )
+    return config.model_copy(
+        update={"keys": tuple(keys), "pools": pools, "engine": _command(config.engine, folder)}
+    )
+
+
+def _secret(key: Key, folder: Path, env: Mapping[str, str]) -> str:
+    if key.value is not None:
+        secret = key.value.get_secret_value()
+    elif key.env is not None:
+        if key.env not in env:
+            raise ConfigError(
+                [f'found "{key.env}", which is not set, allowed: a variable that holds the key']
+            )
+        secret = env[key.env]
+    else:
+        file = str(key.file)
+        try:
+            secret = (folder / Path(file).expanduser()).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8"
+            raise ConfigError(
+                [f'found "{file}" ({reason}), allowed: a readable file that holds the key']
+            ) from None
+    if not secret or not secret.isascii() or not secret.isprintable() or " " in secret:
+        raise ConfigError(
+            ["found a secret that no HTTP header can carry, allowed: printable ASCII without spaces"]
+        )
+    return secret
+
+
+def _with_paths(backend: Backend, folder: Path) -> Backend:
+    update: dict[str, str | None] = {"engine": _command(backend.engine, folder)}
+    if backend.model is not None and backend.model != "demo":
+        update["model"] = _path(backend.model, folder)
+    if backend.slot_save_path is not None:
+        update["slot_save_path"] = _path(backend.slot_save_path, folder)
+    return backend.model_copy(update=update)
+
+
+def _command(engine: str | None, folder: Path) -> str | None:
+    return (
+        _path(engine, folder) if engine is not None and ("/" in engine or engine.startswith("~")) else engine
+    )
+
+
+def _path(text: str, folder: Path) -> str:
+    return str((folder / Path(text).expanduser()).absolute())

@@ -1,0 +1,69 @@
+"""Generates the reference pages and the JSON schema from the code that they describe."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from warmslot.router.config_schema import schema_text, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TOP = Path(__file__).resolve().parent.parent
+
+
+def configuration_page() -> str:
+    """``docs/configuration.md``."""
+    rows = [
+        _row(f"`{setting.path}`", setting.allowed, f"`{setting.default}`", setting.text)
+        for setting in settings()
+    ]
+    return f"""# Configuration
+
+One YAML file, given to `warmslot up FILE`. `warmslot config check FILE` says what is wrong with it, one line
+for each setting, and exits with 2; `warmslot config show FILE` prints it with all defaults filled in.
+Editors that know `configs/warmslot.schema.json` complete and check it: see the first line of
+`configs/example.yaml`, where every setting stands with a comment.
+
+Durations are seconds (`30`) or text (`"500ms"`, `"30s"`, `"5m"`, `"1h"`); sizes are bytes or text
+(`"32MiB"`).
+Relative paths start at the file's own folder. A backend has either a `model` (a llama-server is launched for
+it) or a `url` (a llama-server that runs already; no other setting but its name).
+
+| setting | allowed | default | meaning |
+|---|---|---|---|
+{chr(10).join(rows)}
+"""
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "configs/warmslot.schema.json": schema_text,
+    "docs/configuration.md": configuration_page,
+}
+
+
+def main() -> int:
+    """Write every page, or with ``--check`` name those that are out of date."""
+    check = "--check" in sys.argv[1:]
+    stale = 0
+    for name, generate in PAGES.items():
+        file, text = TOP / name, generate()
+        if file.exists() and file.read_text(encoding="utf-8") == text:
+            continue
+        stale += 1
+        if check:
+            sys.stderr.write(f"{name} is out of date: run scripts/docs\n")
+        else:
+            file.write_text(text, encoding="utf-8")
+            sys.stdout.write(f"wrote {name}\n")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,319 @@
+"""Reading the configuration file: what is accepted, and the one line that each wrong setting gets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from warmslot.router.config_file import ConfigError, load, parse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MINIMAL = """\
+pools:
+  - name: p
+    backends:
+      - name: b
+        model: demo
+"""
+
+
+def lines_of(text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "f.yaml")
+    return caught.value.lines
+
+
+def with_backend(extra: str) -> str:
+    return MINIMAL + "".join(f"        {line}\n" for line in extra.splitlines())
+
+
+WRONG = {
+    "integer as text": (
+        with_backend("slots: four"),
+        'f.yaml:6: pools[0].backends[0].slots: found "four", allowed: an integer from 1 to 256',
+    ),
+    "quoted integer": (
+        with_backend('slots: "4"'),
+        'f.yaml:6: pools[0].backends[0].slots: found "4", allowed: an integer from 1 to 256',
+    ),
+    "boolean for an integer": (
+        with_backend("slots: true"),
+        "f.yaml:6: pools[0].backends[0].slots: found true, allowed: an integer from 1 to 256",
+    ),
+    "out of range": (
+        with_backend("slots: 0"),
+        "f.yaml:6: pools[0].backends[0].slots: found 0, allowed: an integer from 1 to 256",
+    ),
+    "list for a text": (
+        with_backend("slot_save_path: [a]"),
+        "f.yaml:6: pools[0].backends[0].slot_save_path: found a list, allowed: text",
+    ),
+    "number in a list of texts": (
+        with_backend("args: [--mlock, 3]"),
+        "f.yaml:6: pools[0].backends[0].args[1]: found 3, allowed: text",
+    ),
+    "environment value that is a number": (
+        with_backend("env:\n  GPUS: 0"),
+        "f.yaml:7: pools[0].backends[0].env.GPUS: found 0, allowed: text",
+    ),
+    "unknown setting": (
+        with_backend("slot: 4"),
+        "f.yaml:6: pools[0].backends[0].slot: unknown setting, did you mean slots?",
+    ),
+    "unknown setting like none": (
+        MINIMAL + "listen:\n  xyzzy: 1\n",
+        "f.yaml:7: listen.xyzzy: unknown setting, allowed: host, port, public",
+    ),
+    "flag spelling": (
+        with_backend("cache-ram: 4"),
+        "f.yaml:6: pools[0].backends[0].cache-ram: unknown setting, did you mean cache_ram?",
+    ),
+    "no backends": (
+        "pools:\n  - name: p\n",
+        "f.yaml:2: pools[0].backends: missing, required: a list of sections",
+    ),
+    "empty backends": (
+        "pools:\n  - name: p\n    backends: []\n",
+        "f.yaml:3: pools[0].backends: found an empty list, allowed: at least one",
+    ),
+    "no pools": ("engine: embedded\n", "f.yaml:1: pools: missing, required: a list of sections"),
+    "empty file": ("", "f.yaml:1: found nothing, allowed: at least pools (see configs/example.yaml)"),
+    "a list": ("- a\n", "f.yaml:1: found a list, allowed: a section"),
+    "a text": ("pools", 'f.yaml:1: found "pools", allowed: a section'),
+    "not YAML": ("pools: [\n", "f.yaml:2: not YAML: expected the node content, but found '<stream end>'"),
+    "tab": ("pools:\n\t- name: p\n", "f.yaml:2: not YAML: found character '\\t' that cannot start any token"),
+    "two documents": ("a: 1\n---\nb: 2\n", "f.yaml:2: not YAML: but found another document"),
+    "setting given twice": (
+        with_backend("slots: 2\nslots: 4"),
+        "f.yaml:7: pools[0].backends[0].slots: found a second time, allowed: once",
+    ),
+    "name that is a number": (
+        MINIMAL + "8080: x\n",
+        "f.yaml:6: found a name that is not text, allowed: a setting's name",
+    ),
+    "choice": (
+        MINIMAL + "    scheduling: {queue: lifo}\n",
+        'f.yaml:6: pools[0].scheduling.queue: found "lifo", allowed: one of reuse, fifo',
+    ),
+    "duration": (
+        MINIMAL + "limits:\n  drain_timeout: soon\n",
+        (
+            'f.yaml:7: limits.drain_timeout: found "soon", '
+            'allowed: a number of at least 0 or a duration such as "500ms", "30s", "5m", "1h"'
+        ),
+    ),
+    "negative duration": (
+        MINIMAL + "    scheduling:\n      max_wait: -1\n",
+        (
+            "f.yaml:7: pools[0].scheduling.max_wait: found -1, "
+            'allowed: a number of at least 0 or a duration such as "500ms", "30s", "5m", "1h" or "auto"'
+        ),
+    ),
+    "endless duration": (
+        MINIMAL + "limits:\n  drain_timeout: .inf\n",
+        (
+            "f.yaml:7: limits.drain_timeout: found Infinity, "
+            'allowed: a number of at least 0 or a duration such as "500ms", "30s", "5m", "1h"'
+        ),
+    ),
+    "size": (
+        MINIMAL + "limits:\n  max_body: 3 XB\n",
+        (
+            'f.yaml:7: limits.max_body: found "3 XB", '
+            'allowed: an integer of at least 1 or a size such as "512KiB", "32MiB", "1GB"'
+        ),
+    ),
+    "address with a path": (
+        MINIMAL.replace("model: demo", "url: http://127.0.0.1:1/v1"),
+        (
+            'f.yaml:5: pools[0].backends[0].url: found "http://127.0.0.1:1/v1", '
+            "allowed: http://HOST:PORT without a path"
+        ),
+    ),
+    "neither model nor url": (
+        "pools:\n  - name: p\n    backends:\n      - name: b\n",
+        "f.yaml:4: pools[0].backends[0]: found neither model nor url, allowed: one of them",
+    ),
+    "model beside url": (
+        with_backend("url: http://127.0.0.1:1"),
+        (
+            "f.yaml:5: pools[0].backends[0].model: found beside url, "
+            "allowed: only in a backend that is launched here"
+        ),
+    ),
+    "backend name twice": (
+        with_backend("slots: 2") + "      - name: b\n        model: demo\n",
+        'f.yaml:7: pools[0].backends[1].name: found "b" a second time, allowed: a name of its own',
+    ),
+    "alias of another pool": (
+        MINIMAL + "  - name: q\n    aliases:\n      - p\n    backends: [{name: c, model: demo}]\n",
+        'f.yaml:8: pools[1].aliases[0]: found "p" a second time, allowed: a name of its own',
+    ),
+    "two defaults": (
+        MINIMAL
+        + "    default: true\n  - name: q\n    default: true\n    backends: [{name: c, model: demo}]\n",
+        "f.yaml:8: pools[1].default: found true as in pool p, allowed: one default pool",
+    ),
+    "public without keys": (
+        MINIMAL + "listen:\n  host: 0.0.0.0\n",
+        (
+            'f.yaml:7: listen.host: found "0.0.0.0" without keys, '
+            "allowed: a loopback address, or keys, or listen.public: true"
+        ),
+    ),
+    "key without secret": (
+        MINIMAL + "keys:\n  - name: ci\n",
+        "f.yaml:7: keys[0]: found no secret, allowed: exactly one of value, env, file",
+    ),
+    "key with two sources": (
+        MINIMAL + "keys:\n  - name: ci\n    env: A\n    file: b\n",
+        "f.yaml:7: keys[0]: found env and file, allowed: exactly one of value, env, file",
+    ),
+    "secret that is a number": (
+        MINIMAL + "keys:\n  - name: ci\n    value: 12345678\n",
+        "f.yaml:8: keys[0].value: found a value that is not shown, allowed: text",
+    ),
+    "section that contains itself": (
+        "pools: &a\n  - *a\n",
+        "f.yaml:1: found a section that contains itself, allowed: plain YAML",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_each_wrong_setting_gets_one_clear_line(name: str) -> None:
+    text, line = WRONG[name]
+    assert lines_of(text) == [line]
+
+
+def test_every_wrong_setting_is_named_at_once() -> None:
+    text = with_backend("slots: four\nthread: 2") + "listen: {port: 70000}\n"
+    assert [line.split(": ")[1] for line in lines_of(text)] == [
+        "listen.port",
+        "pools[0].backends[0].slots",
+        "pools[0].backends[0].thread",
+    ]
+
+
+def test_long_values_are_cut() -> None:
+    (line,) = lines_of(with_backend(f"slots: {'x' * 5000}"))
+    assert len(line) < 200
+
+
+def test_a_minimal_file_gets_the_defaults() -> None:
+    config, _ = parse(MINIMAL)
+    pool = config.default_pool
+    backend = pool.backends[0]
+    assert (config.listen.host, config.listen.port) == ("127.0.0.1", 8080)
+    assert (backend.slots, backend.context, backend.cache_ram) == (4, 4096, 0)
+    assert pool.scheduling.max_wait == "auto"
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [("30", 30), ("0.5", 0.5), ("500ms", 0.5), ("30s", 30), ("1.5 m", 90), ("2h", 7200)],
+)
+def test_durations(written: str, seconds: float) -> None:
+    config, _ = parse(MINIMAL + f"limits: {{drain_timeout: {written}}}\n")
+    assert config.limits.drain_timeout == seconds
+
+
+@pytest.mark.parametrize(
+    ("written", "size"), [("7", 7), ("1kB", 1000), ("1.5KiB", 1536), ("32 MiB", 2**25), ("1GB", 10**9)]
+)
+def test_sizes(written: str, size: int) -> None:
+    config, _ = parse(MINIMAL + f"limits: {{max_body: {written}}}\n")
+    assert config.limits.max_body == size
+
+
+def test_anchors_and_merges_work() -> None:
+    text = (
+        "pools:\n  - name: p\n    backends:\n"
+        "      - &one {name: a, model: demo, slots: 2}\n"
+        "      - {<<: *one, name: b}\n"
+    )
+    config, _ = parse(text)
+    assert [(b.name, b.slots) for b in config.pools[0].backends] == [("a", 2), ("b", 2)]
+
+
+def test_the_pool_that_says_so_is_the_default() -> None:
+    text = MINIMAL + "  - name: q\n    default: true\n    backends: [{name: c, model: demo}]\n"
+    config, _ = parse(text)
+    assert config.default_pool.name == "q"
+
+
+def test_paths_start_at_the_files_folder(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        MINIMAL.replace("model: demo", "model: models/a.gguf\n        engine: bin/llama-server\n")
+        + "        slot_save_path: saved\n"
+        + "engine: llama-server\n"
+    )
+    config = load(file)
+    backend = config.pools[0].backends[0]
+    assert backend.model == str(tmp_path / "models/a.gguf")
+    assert backend.engine == str(tmp_path / "bin/llama-server")
+    assert backend.slot_save_path == str(tmp_path / "saved")
+    assert config.engine == "llama-server"
+
+
+def test_secrets_come_from_file_environment_and_text(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("from-file\n")
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        MINIMAL
+        + "keys:\n  - {name: a, value: in-text}\n  - {name: b, env: MY_KEY}\n  - {name: c, file: secret}\n"
+    )
+    config = load(file, env={"MY_KEY": "from-env"})
+    secrets = [key.value.get_secret_value() for key in config.keys if key.value is not None]
+    assert secrets == ["in-text", "from-env", "from-file"]
+    assert not any(secret in repr(config) for secret in secrets)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (
+            "env: MISSING",
+            'keys[0].env: found "MISSING", which is not set, allowed: a variable that holds the key',
+        ),
+        (
+            "file: nowhere",
+            (
+                'keys[0].file: found "nowhere" (No such file or directory), '
+                "allowed: a readable file that holds the key"
+            ),
+        ),
+        (
+            "value: two words",
+            (
+                "keys[0].value: found a secret that no HTTP header can carry, "
+                "allowed: printable ASCII without spaces"
+            ),
+        ),
+        (
+            "env: EMPTY",
+            (
+                "keys[0].env: found a secret that no HTTP header can carry, "
+                "allowed: printable ASCII without spaces"
+            ),
+        ),
+    ],
+)
+def test_secrets_that_cannot_be_had(tmp_path: Path, key: str, message: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(MINIMAL + f"keys:\n  - name: a\n    {key}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file, env={"EMPTY": ""})
+    assert caught.value.lines == [f"{file}:8: {message}"]
+
+
+def test_a_missing_file_and_a_binary_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file or directory, allowed: a readable YAML file"):
+        load(tmp_path / "none.yaml")
+    file = tmp_path / "binary.yaml"
+    file.write_bytes(b"pools: \xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(file)
