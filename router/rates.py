@@ -1,0 +1,94 @@
+"""How fast a backend is, learned while it serves: prefill by position, decoding by how many share it.
+
+Pure. Prefill slows down with position because each token attends to all before it, so the unit is the
+marginal rate of a 4k block; a request's prefill is the sum over the blocks that it really computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+BLOCK_TOKENS = 4096
+"""Width of one position block of the prefill curve, in tokens."""
+
+PREFILL_PRIOR = 1 / 500
+"""Seconds per token assumed until the first prefill was seen."""
+
+DECODE_PRIOR = 1 / 24
+"""Seconds per output token of one request that decodes alone, until one was seen."""
+
+_MEMORY = 20_000
+"""Tokens after which an observation has lost about two thirds of its weight."""
+
+
+@dataclass(slots=True)
+class _Mean:
+    """A mean that forgets, weighted by tokens."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    def add(self, seconds: float, tokens: float, memory: float) -> None:
+        keep = max(0.0, 1.0 - tokens / memory)
+        self.seconds = self.seconds * keep + seconds
+        self.tokens = self.tokens * keep + tokens
+
+    @property
+    def rate(self) -> float | None:
+        return self.seconds / self.tokens if self.tokens > 0 else None
+
+
+@dataclass(slots=True)
+class Rates:
+    """One backend's speed. All rates are seconds per token."""
+
+    _blocks: dict[int, _Mean] = field(default_factory=dict)
+    _decode: dict[int, _Mean] = field(default_factory=dict)
+
+    def prefill_rate(self, block: int) -> float:
+        """Marginal seconds per prompt token in a position block."""
+        mean = self._blocks.get(block)
+        if mean is not None and mean.rate is not None:
+            return mean.rate
+        known = [(abs(at - block), at) for at, other in self._blocks.items() if other.rate is not None]
+        if not known:
+            return PREFILL_PRIOR
+        return self._blocks[min(known)[1]].rate or PREFILL_PRIOR
+
+    def prefill_seconds(self, start: int, end: int) -> float:
+        """Seconds to compute the prompt tokens ``[start, end)``."""
+        total = 0.0
+        while start < end:
+            block = start // BLOCK_TOKENS
+            stop = min(end, (block + 1) * BLOCK_TOKENS)
+            total += (stop - start) * self.prefill_rate(block)
+            start = stop
+        return total
+
+    def decode_seconds(self, tokens: float, busy: int = 1) -> float:
+        """Seconds to generate ``tokens`` while ``busy`` requests decode at once."""
+        mean = self._decode.get(max(1, busy))
+        rate = mean.rate if mean is not None else None
+        if rate is None:
+            known = [(abs(at - busy), at) for at, other in self._decode.items() if other.rate is not None]
+            rate = self._decode[min(known)[1]].rate if known else None
+        return tokens * (rate if rate is not None else DECODE_PRIOR)
+
+    def saw_prefill(self, start: int, end: int, seconds: float) -> None:
+        """A request computed prompt tokens ``[start, end)`` in ``seconds``."""
+        expected = self.prefill_seconds(start, end)
+        if end <= start or seconds <= 0 or expected <= 0:
+            return
+        ratio = seconds / expected
+        while start < end:
+            block = start // BLOCK_TOKENS
+            stop = min(end, (block + 1) * BLOCK_TOKENS)
+            tokens = stop - start
+            share = tokens * self.prefill_rate(block) * ratio
+            self._blocks.setdefault(block, _Mean()).add(share, tokens, _MEMORY)
+            start = stop
+
+    def saw_decode(self, tokens: int, seconds: float, busy: int = 1) -> None:
+        """A request generated ``tokens`` in ``seconds`` while ``busy`` requests decoded."""
+        if tokens > 0 and seconds > 0:
+            self._decode.setdefault(max(1, busy), _Mean()).add(seconds, tokens, _MEMORY)

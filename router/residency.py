@@ -1,0 +1,219 @@
+"""What every slot of a pool holds, as far as we know. The only writer of the trie. Pure.
+
+A slot's content is *known* (told by an engine's numbers, or empty after a start that we saw) or *unknown*
+(a restart elsewhere, foreign traffic, an engine error): what is unknown is never counted on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .trie import PrefixTrie, common_blocks, common_bytes
+from .values import BLOCK, Prompt, SlotRef, extend_chain
+
+if TYPE_CHECKING:
+    from array import array
+
+_MAX_ANCHORS = 128
+_BYTES_PER_TOKEN_PRIOR = 4.0
+_BYTES_PER_TOKEN_MEMORY = 50_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The content of one slot: canonical bytes and where in them the engine's token counts are known."""
+
+    chain: array[int]
+    length: int
+    data: bytes | None
+    anchors: tuple[tuple[int, int], ...]
+    """(byte offset, tokens up to there), ascending, from (0, 0) to (length, tokens)."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the slot holds."""
+        return self.anchors[-1][1]
+
+    def tokens_at(self, offset: int) -> int:
+        """Tokens that lie wholly before a byte offset: exact at anchors, interpolated between them."""
+        at = bisect_right(self.anchors, offset, key=lambda anchor: anchor[0])
+        low_byte, low_token = self.anchors[at - 1]
+        if at == len(self.anchors):
+            return low_token
+        high_byte, high_token = self.anchors[at]
+        return low_token + int((high_token - low_token) * (offset - low_byte) / (high_byte - low_byte))
+
+    def common(self, prompt: Prompt) -> int:
+        """Bytes that the context and a prompt share from the start."""
+        return self.refine(prompt, common_blocks(self.chain, prompt.chain))
+
+    def refine(self, prompt: Prompt, blocks: int) -> int:
+        """Exact shared bytes, given the shared whole blocks; without both texts the blocks are the answer."""
+        shared = blocks * BLOCK
+        if self.data is not None and prompt.data is not None:
+            return common_bytes(self.data, prompt.data, shared)
+        return min(shared, self.length, prompt.length)
+
+    def cut(self, offset: int) -> Context | None:
+        """The context's first ``offset`` bytes, or ``None`` when nothing is left."""
+        if offset >= self.length:
+            return self
+        if offset <= 0:
+            return None
+        anchors = (*(a for a in self.anchors if a[0] < offset), (offset, self.tokens_at(offset)))
+        return Context(
+            chain=self.chain[: offset // BLOCK],
+            length=offset,
+            data=None if self.data is None else self.data[:offset],
+            anchors=anchors,
+        )
+
+
+@dataclass(slots=True)
+class SlotState:
+    """One slot. ``held`` is what it holds, or while ``known`` is false what it was last believed to hold."""
+
+    ref: SlotRef
+    key: int
+    held: Context | None = None
+    known: bool = True
+    request: str | None = None
+    last_used: float = float("-inf")
+    session: str = ""
+    task: int | None = None
+    version: int = 0
+    """Changes whenever ``held`` or ``known`` does."""
+
+    @property
+    def resident_tokens(self) -> int:
+        """Tokens that can be counted on."""
+        return self.held.tokens if self.held is not None and self.known else 0
+
+
+class Residency:
+    """The slots of one pool."""
+
+    def __init__(self) -> None:
+        self.slots: dict[SlotRef, SlotState] = {}
+        self._trie = PrefixTrie()
+        self._by_key: dict[int, SlotState] = {}
+        self._free_keys: list[int] = []
+        self._bytes_per_token = _BYTES_PER_TOKEN_PRIOR
+        self._seen_tokens = 0.0
+
+    def add(self, ref: SlotRef, *, known_empty: bool) -> None:
+        """A slot exists now, empty or with unknown content."""
+        key = self._free_keys.pop() if self._free_keys else len(self._by_key)
+        state = SlotState(ref=ref, key=key, known=known_empty)
+        self.slots[ref] = state
+        self._by_key[key] = state
+
+    def remove(self, ref: SlotRef) -> None:
+        """A slot is gone with what it held."""
+        state = self.slots.pop(ref)
+        self._trie.drop(state.key)
+        del self._by_key[state.key]
+        self._free_keys.append(state.key)
+
+    def matches(self, prompt: Prompt) -> dict[SlotRef, int]:
+        """Bytes that each slot with known content shares with the prompt (where it shares any)."""
+        blocks = self._trie.match(prompt.chain)
+        found = {}
+        for key, state in self._by_key.items():
+            if state.known and state.held is not None:
+                shared = state.held.refine(prompt, blocks.get(key, 0))
+                if shared:
+                    found[state.ref] = shared
+        return found
+
+    def match(self, prompt: Prompt, ref: SlotRef) -> int:
+        """The same for one slot, without a walk."""
+        state = self.slots[ref]
+        return state.held.common(prompt) if state.known and state.held is not None else 0
+
+    def shared_tokens(self, ref: SlotRef) -> tuple[int, SlotRef | None]:
+        """Of a slot's content, how many tokens from the start another slot holds too, and which one."""
+        state = self.slots[ref]
+        if state.held is None or not state.known:
+            return 0, None
+        blocks, other = self._trie.shared(state.key)
+        return state.held.tokens_at(blocks * BLOCK), None if other is None else self._by_key[other].ref
+
+    def prompt_tokens(self, prompt: Prompt, matches: dict[SlotRef, int]) -> int:
+        """Length of a prompt in tokens: exact if told, else from the longest match."""
+        if prompt.tokens is not None:
+            return prompt.tokens
+        if matches:
+            ref = max(matches, key=lambda ref: matches[ref])
+            held = self.slots[ref].held
+            if held is not None:
+                shared = matches[ref]
+                return held.tokens_at(shared) + round((prompt.length - shared) / self._bytes_per_token)
+        return max(1, round(prompt.length / self._bytes_per_token))
+
+    def reusable_tokens(self, prompt: Prompt, ref: SlotRef, shared: int, prompt_tokens: int) -> int:
+        """Prompt tokens that the engine will reuse on a slot which shares ``shared`` bytes with the prompt.
+
+        It always evaluates at least the last prompt token.
+        """
+        held = self.slots[ref].held
+        if held is None or shared <= 0:
+            return 0
+        tokens = held.tokens_at(shared)
+        if shared >= prompt.length:
+            return max(0, tokens - 1)
+        return min(tokens, max(0, prompt_tokens - 1))
+
+    def commit(
+        self, ref: SlotRef, prompt: Prompt, generated: bytes, prompt_tokens: int, output_tokens: int
+    ) -> None:
+        """The engine served a prompt here: the slot holds it and what was generated, less a token."""
+        state = self.slots[ref]
+        old = state.held if state.known else None
+        anchors: list[tuple[int, int]] = [(0, 0)]
+        if old is not None:
+            shared = old.common(prompt)
+            anchors += [
+                a for a in old.anchors if 0 < a[0] <= shared and a[0] < prompt.length and a[1] < prompt_tokens
+            ]
+        self._learn(prompt.length - anchors[-1][0], prompt_tokens - anchors[-1][1])
+        if prompt.length:
+            anchors.append((prompt.length, prompt_tokens))
+        data, chain, length = prompt.data, prompt.chain, prompt.length
+        tokens = prompt_tokens + max(0, output_tokens - 1)
+        if generated:
+            length += len(generated)
+            anchors.append((length, tokens))
+            if data is not None:
+                data += generated
+                chain = extend_chain(chain, data, root=prompt.root)
+        if len(anchors) > _MAX_ANCHORS:
+            anchors = [anchors[0], *anchors[-_MAX_ANCHORS + 1 :]]
+        if data is None:
+            length = prompt.length
+            anchors = [a for a in anchors if a[0] <= length]
+        self.hold(ref, Context(chain=chain, length=length, data=data, anchors=tuple(anchors)), known=True)
+
+    def hold(self, ref: SlotRef, context: Context | None, *, known: bool) -> None:
+        """Set what a slot holds. ``None`` and known means empty."""
+        state = self.slots[ref]
+        state.held, state.known = context, known
+        state.version += 1
+        if known and context is not None:
+            self._trie.put(state.key, context.chain)
+        else:
+            self._trie.drop(state.key)
+
+    def doubt(self, ref: SlotRef) -> None:
+        """What a slot holds is unknown from now on; the belief is kept to recognise it again."""
+        self.hold(ref, self.slots[ref].held, known=False)
+
+    def _learn(self, length: int, tokens: int) -> None:
+        if length <= 0 or tokens <= 0:
+            return
+        keep = max(0.0, 1.0 - tokens / _BYTES_PER_TOKEN_MEMORY)
+        seen = self._seen_tokens * keep
+        self._bytes_per_token = (self._bytes_per_token * seen + length) / (seen + tokens)
+        self._seen_tokens = seen + tokens

@@ -1,0 +1,265 @@
+"""The core's contract: leases are exclusive and exact, truth corrects belief."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from warmslot.router.core import CoreSettings, QueueFullError, RouterCore
+from warmslot.router.values import (
+    Decision,
+    Lease,
+    Loss,
+    Outcome,
+    Prompt,
+    Report,
+    Request,
+    SlotObservation,
+    SlotRef,
+    Status,
+)
+
+SYSTEM = b"You are a careful assistant. " * 40
+
+
+def make(slots: int = 4, in_flight: str = "serialize", **more: object) -> RouterCore:
+    core = RouterCore({"p": CoreSettings(in_flight=in_flight, **more)})  # type: ignore[arg-type]
+    core.backend_up("a", "p", slots, 4096, 0.0, known_empty=True)
+    return core
+
+
+def ask(core: RouterCore, name: str, text: bytes, now: float = 0.0, **more: object) -> None:
+    core.submit(Request(id=name, prompt=Prompt.of(text), pool="p", arrived=now, **more), now)  # type: ignore[arg-type]
+
+
+def answer(
+    core: RouterCore, lease: Lease, now: float, *, cached: int | None = None, generated: bytes = b""
+) -> Report:
+    """Finish as an engine would that counts four bytes for a token."""
+    total = max(1, lease.request.prompt.length // 4)
+    cached = min(lease.predicted_tokens if cached is None else cached, total - 1)
+    outcome = Outcome(
+        status=Status.OK,
+        cached_tokens=cached,
+        processed_tokens=total - cached,
+        output_tokens=len(generated) // 4 + 1,
+        prefill_seconds=0.1,
+        decode_seconds=0.1,
+        generated=generated,
+    )
+    return core.finish(lease.request.id, outcome, now)
+
+
+def serve(
+    core: RouterCore, name: str, text: bytes, now: float, generated: bytes = b""
+) -> tuple[Lease, Report]:
+    ask(core, name, text, now)
+    (lease,) = core.grant(now)
+    return lease, answer(core, lease, now + 0.5, generated=generated)
+
+
+def test_a_conversation_stays_on_its_slot_and_its_answer_counts() -> None:
+    core = make()
+    first, _ = serve(core, "1", SYSTEM + b"hello", 0, b" general kenobi.")
+    other, _ = serve(core, "2", b"Something else entirely. " * 30, 1)
+    turn = SYSTEM + b"hello general kenobi. And what is new to you this fine morning?"
+    second, report = serve(core, "3", turn, 2)
+    assert first.slot == second.slot != other.slot
+    assert second.decision is Decision.AFFINITY
+    assert second.predicted_tokens == len(SYSTEM + b"hello") // 4 + 4
+    assert sum(report.losses.values()) == report.processed_tokens
+
+
+def test_identical_prompt_leaves_one_token_to_evaluate() -> None:
+    core = make()
+    serve(core, "1", SYSTEM, 0)
+    lease, _ = serve(core, "2", SYSTEM, 1)
+    assert lease.predicted_tokens == len(SYSTEM) // 4 - 1
+
+
+def test_a_stranger_takes_an_empty_slot_then_the_least_recently_used() -> None:
+    core = make(slots=2)
+    a, _ = serve(core, "1", b"alpha " * 100, 0)
+    b, _ = serve(core, "2", b"beta  " * 100, 1)
+    serve(core, "3", b"alpha " * 101, 2)
+    c, _ = serve(core, "4", b"gamma " * 100, 3)
+    assert a.slot != b.slot
+    assert c.slot == b.slot
+
+
+@pytest.mark.parametrize(("policy", "most"), [("serialize", 1), ("pair", 2), ("slots", 4)])
+def test_in_flight_is_limited(policy: str, most: int) -> None:
+    core = make(in_flight=policy)
+    for i in range(6):
+        ask(core, str(i), bytes([65 + i]) * 500)
+    leases = core.grant(0)
+    assert len(leases) == most
+    assert core.queued("p") == 6 - most
+    answer(core, leases[0], 1)
+    assert len(core.grant(1)) == 1
+
+
+def test_queue_limit_and_position() -> None:
+    core = make(max_queue=2)
+    ask(core, "1", b"x" * 400)
+    ask(core, "2", b"y" * 400)
+    with pytest.raises(QueueFullError) as full:
+        ask(core, "3", b"z" * 400)
+    assert full.value.limit == 2
+    place = core.position("2")
+    assert place is not None
+    assert place[0] == 1
+    assert core.position("3") is None
+
+
+def test_withdrawn_is_never_granted() -> None:
+    core = make()
+    ask(core, "1", b"x" * 400)
+    core.withdraw("1", 0)
+    core.withdraw("unknown", 0)
+    assert core.grant(0) == []
+
+
+def test_finish_is_exactly_once() -> None:
+    core = make()
+    ask(core, "1", b"x" * 400)
+    (lease,) = core.grant(0)
+    answer(core, lease, 1)
+    with pytest.raises(KeyError):
+        answer(core, lease, 2)
+
+
+def test_an_engine_that_reuses_less_than_held_is_the_reason() -> None:
+    core = make()
+    serve(core, "1", SYSTEM, 0)
+    ask(core, "2", SYSTEM + b"more" * 10, 1)
+    (lease,) = core.grant(1)
+    report = answer(core, lease, 2, cached=0)
+    assert report.losses[Loss.ENGINE] == lease.predicted_tokens
+    assert sum(report.losses.values()) == report.processed_tokens
+
+
+def test_a_dead_backend_forgets_and_its_lease_can_be_finished() -> None:
+    core = make()
+    serve(core, "1", SYSTEM, 0)
+    ask(core, "2", SYSTEM + b"x", 1)
+    (lease,) = core.grant(1)
+    core.backend_down("a", 2)
+    assert core.slots() == []
+    report = core.finish("2", Outcome(status=Status.ERROR, engine_error=True), 3)
+    assert report.truth_missing
+    core.backend_up("a", "p", 4, 4096, 4, known_empty=True)
+    again, _ = serve(core, "3", SYSTEM + b"x", 5)
+    assert lease.predicted_tokens > 0
+    assert again.predicted_tokens == 0
+
+
+def test_engine_error_empties_every_slot_that_was_processing() -> None:
+    core = make(in_flight="pair")
+    serve(core, "1", b"alpha " * 100, 0)
+    serve(core, "2", b"beta  " * 100, 1)
+    ask(core, "3", b"alpha " * 110, 2)
+    ask(core, "4", b"beta  " * 110, 2)
+    assert len(core.grant(2)) == 2
+    core.finish("3", Outcome(status=Status.ERROR, engine_error=True), 3)
+    core.finish("4", Outcome(status=Status.ERROR), 3)
+    assert [slot.known for slot in core.slots()].count(False) == 2
+    lease, _ = serve(core, "5", b"alpha " * 110, 4)
+    assert lease.predicted_tokens == 0
+
+
+def test_a_refusal_leaves_the_slot_as_it_was() -> None:
+    core = make(slots=1)
+    serve(core, "1", SYSTEM, 0)
+    ask(core, "2", b"far too long " * 1000, 1)
+    core.grant(1)
+    core.finish("2", Outcome(status=Status.ERROR, untouched=True), 2)
+    lease, _ = serve(core, "3", SYSTEM + b"hi there, you", 3)
+    assert lease.predicted_tokens == len(SYSTEM) // 4
+
+
+def test_foreign_traffic_makes_a_slot_unknown_until_it_is_recognised() -> None:
+    core = make(slots=1)
+    serve(core, "1", SYSTEM, 0)
+    tokens = core.slots()[0].resident_tokens
+    core.observe("a", [SlotObservation(0, processing=False, resident_tokens=tokens + 7)], 1)
+    assert not core.slots()[0].known
+    core.observe("a", [SlotObservation(0, processing=False, resident_tokens=tokens)], 2)
+    assert core.slots()[0].known
+    core.observe("a", [SlotObservation(0, processing=False, resident_tokens=0)], 3)
+    assert core.slots()[0].resident_tokens == 0
+    core.observe("gone", [SlotObservation(0, processing=False)], 3)
+
+
+def test_a_cancelled_prefill_keeps_what_matched() -> None:
+    core = make(slots=1)
+    serve(core, "1", SYSTEM, 0)
+    ask(core, "2", SYSTEM[:600] + b"then something new " * 50, 1)
+    core.grant(1)
+    core.finish("2", Outcome(status=Status.CANCELLED), 2)
+    lease, _ = serve(core, "3", SYSTEM[:600] + b"then something new " * 50, 3)
+    assert lease.predicted_tokens == 150
+
+
+def test_draining_takes_no_leases() -> None:
+    core = make()
+    core.backend_admit("a", admit=False)
+    ask(core, "1", SYSTEM)
+    assert core.grant(0) == []
+    core.backend_admit("a", admit=True)
+    assert len(core.grant(0)) == 1
+
+
+def test_while_an_unpinned_request_is_somewhere_nothing_else_starts() -> None:
+    core = make(in_flight="slots")
+    ask(core, "1", SYSTEM, pinned=False)
+    ask(core, "2", SYSTEM)
+    (lease,) = core.grant(0)
+    assert lease.decision is Decision.UNPINNED
+    core.first_token("1", 1)
+    assert [lease.request.id for lease in core.grant(1)] == ["2"]
+    core.finish("1", Outcome(status=Status.OK, cached_tokens=0, processed_tokens=5, slot=SlotRef("a", 3)), 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_slot_ever_holds_two_leases(data: st.DataObject) -> None:
+    policy = data.draw(st.sampled_from(["serialize", "pair", "slots", "auto"]))
+    core = make(slots=data.draw(st.integers(1, 4)), in_flight=policy)
+    core.backend_up("b", "p", 2, 4096, 0.0, known_empty=False)
+    held: dict[str, Lease] = {}
+    waiting: set[str] = set()
+    for step in range(data.draw(st.integers(1, 40))):
+        now = float(step)
+        action = data.draw(st.sampled_from(["ask", "ask", "finish", "withdraw", "restart", "token"]))
+        if action == "ask":
+            text = bytes(data.draw(st.lists(st.sampled_from(b"ab"), max_size=3))) * 200 + b"tail"
+            many = data.draw(st.integers(1, 2))
+            ask(core, str(step), text, now, slots=many, pinned=data.draw(st.booleans()))
+            waiting.add(str(step))
+        elif action == "finish" and held:
+            lease = held.pop(data.draw(st.sampled_from(sorted(held))))
+            report = answer(core, lease, now, cached=data.draw(st.integers(0, 3)))
+            assert sum(report.losses.values()) == report.processed_tokens
+        elif action == "withdraw" and waiting:
+            name = data.draw(st.sampled_from(sorted(waiting)))
+            core.withdraw(name, now)
+            waiting.discard(name)
+        elif action == "restart":
+            core.backend_down("b", now)
+            core.backend_up("b", "p", 2, 4096, now, known_empty=True)
+            held_before = [lease for lease in held.values() if lease.slot.backend == "b"]
+            for lease in held_before:
+                core.finish(lease.request.id, Outcome(status=Status.ERROR), now)
+                del held[lease.request.id]
+        elif action == "token" and held:
+            core.first_token(min(held), now)
+        for lease in core.grant(now):
+            taken = {ref for other in held.values() for ref in (other.slot, *other.extra_slots)}
+            mine = {lease.slot, *lease.extra_slots}
+            assert len(mine) == lease.request.slots
+            assert not mine & taken
+            held[lease.request.id] = lease
+            waiting.discard(lease.request.id)
+        assert sum(view.busy for view in core.slots()) == sum(lease.request.slots for lease in held.values())
+        assert core.queued("p") == len(waiting)
