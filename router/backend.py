@@ -1,0 +1,285 @@
+"""Client of one llama-server: health, slots and templates in small calls, and the way of one generation.
+
+Two ways lead to an engine. Small control calls share a pool of connections. A generation gets a connection
+of its own (:mod:`.wire`), because the engine closes a connection after streaming on it though it announces
+``Keep-Alive``, and because closing that connection is how an engine learns that nobody waits any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import httpx
+import orjson
+
+from .values import SlotObservation
+from .wire import EngineBroke, EngineResponse, EngineUnreachable, Exchange, Target, request_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+    from .wire import HeaderPairs
+
+__all__ = [
+    "EngineBroke",
+    "EngineClient",
+    "EngineError",
+    "EngineResponse",
+    "EngineUnreachable",
+    "Health",
+    "Props",
+]
+
+CONNECT_TIMEOUT = 5.0
+"""Seconds until a connection attempt is given up."""
+
+CONTROL_TIMEOUT = 30.0
+"""Seconds that a small call may take: templates of long prompts are rendered beside inference."""
+
+_KEEPALIVE = 2.0
+"""Seconds that an idle pooled connection is trusted; the engine closes after 5."""
+
+_ABSENT = frozenset({403, 404, 405, 501})
+"""Statuses by which an engine says that it has no such endpoint (``--no-slots``: 501)."""
+
+
+class Health(StrEnum):
+    """What ``/health`` says."""
+
+    OK = "ok"
+    LOADING = "loading"
+    DOWN = "down"
+
+
+class EngineError(Exception):
+    """The engine answered a small call with an error status.
+
+    ``body`` is its answer as it came. The message of this exception never holds it: it may quote a prompt.
+    """
+
+    def __init__(self, status: int, body: bytes, path: str) -> None:
+        super().__init__(f"the engine answered {path} with status {status}")
+        self.status, self.body, self.path = status, body, path
+
+
+@dataclass(frozen=True, slots=True)
+class Props:
+    """What ``/props`` tells of an engine; ``None`` where it did not say."""
+
+    total_slots: int | None
+    context: int | None
+    """Tokens per slot."""
+    model: str | None
+    """The model's alias (its path where no alias was given)."""
+    model_path: str | None
+    modalities: frozenset[str]
+    """Kinds of input beside text that the model takes, such as ``vision`` and ``audio``."""
+    sleeping: bool | None = None
+
+
+def _integer(value: object) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return int(value)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+class EngineClient:
+    """Speaks to one llama-server at ``base_url``; knows nothing of what its slots should hold.
+
+    ``api_key`` is sent as a bearer token in place of whatever the client sent. ``read_timeout`` bounds the
+    silence between two pieces of a generation (``None``: a long prefill may take minutes). All calls raise
+    :class:`EngineUnreachable` or :class:`EngineBroke` when the engine does not answer as HTTP should.
+    """
+
+    def __init__(  # noqa: PLR0913 - the settings of one backend
+        self,
+        name: str,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        connect_timeout: float = CONNECT_TIMEOUT,
+        control_timeout: float = CONTROL_TIMEOUT,
+        read_timeout: float | None = None,
+    ) -> None:
+        parts = urlsplit(base_url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ValueError(f"backend {name!r}: {base_url!r} is no http:// or https:// address")
+        self.name = name
+        self.base_url = base_url.rstrip("/")
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._target = Target(
+            host=parts.hostname,
+            port=parts.port or (443 if self._tls else 80),
+            authority=parts.netloc.rpartition("@")[2].encode(
+                "idna" if not parts.netloc.isascii() else "ascii"
+            ),
+            prefix=parts.path.rstrip("/").encode(),
+        )
+        self._authorization = f"Bearer {api_key}".encode() if api_key else None
+        self._connect_timeout = connect_timeout
+        self._read_timeout = read_timeout
+        self._control = httpx.AsyncClient(
+            base_url=self.base_url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(control_timeout, connect=connect_timeout),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=8, keepalive_expiry=_KEEPALIVE
+            ),
+            verify=self._tls or False,
+            trust_env=False,
+        )
+
+    async def aclose(self) -> None:
+        """Close the pooled connections. Generations are closed by those who opened them."""
+        await self._control.aclose()
+
+    # -- small calls ---------------------------------------------------------------------------------------
+
+    async def health(self) -> Health:
+        """Ask ``/health``. Never raises: an engine that cannot be asked is down."""
+        try:
+            answer = await self._call("GET", "/health")
+        except (EngineUnreachable, EngineBroke):
+            return Health.DOWN
+        if answer.status_code == httpx.codes.OK:
+            return Health.OK
+        return Health.LOADING if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE else Health.DOWN
+
+    async def props(self) -> Props:
+        """Ask ``/props``; what is missing or of another type is ``None``. Raises :class:`EngineError`."""
+        data = await self.get_json("/props")
+        props = data if isinstance(data, Mapping) else {}
+        settings = props.get("default_generation_settings")
+        modalities = props.get("modalities")
+        sleeping = props.get("is_sleeping")
+        return Props(
+            total_slots=_integer(props.get("total_slots")),
+            context=_integer(settings.get("n_ctx")) if isinstance(settings, Mapping) else None,
+            model=_text(props.get("model_alias")) or _text(props.get("model_path")),
+            model_path=_text(props.get("model_path")),
+            modalities=frozenset(k for k, v in modalities.items() if v is True)
+            if isinstance(modalities, Mapping)
+            else frozenset(),
+            sleeping=sleeping if isinstance(sleeping, bool) else None,
+        )
+
+    async def slots(self) -> list[SlotObservation] | None:
+        """Ask ``/slots``; ``None`` where the engine has no such endpoint or answers with something else.
+
+        Not more often than every two seconds: polling delays the engine's notice of clients that left.
+        """
+        try:
+            data = await self.get_json("/slots")
+        except EngineError as error:
+            if error.status in _ABSENT:
+                return None
+            raise
+        if not isinstance(data, list):
+            return None
+        found = []
+        for index, element in enumerate(data):
+            if not isinstance(element, Mapping):
+                continue
+            number = _integer(element.get("id"))
+            found.append(
+                SlotObservation(
+                    slot=index if number is None else number,
+                    processing=element.get("is_processing") is True,
+                    task=_integer(element.get("id_task")),
+                    resident_tokens=_integer(element.get("n_prompt_tokens")),
+                )
+            )
+        return found
+
+    async def apply_template(self, body: Mapping[str, Any] | bytes) -> str:
+        """Render a chat body to the text that the engine would evaluate. Raises :class:`EngineError`."""
+        data = await self.post_json("/apply-template", body)
+        prompt = data.get("prompt") if isinstance(data, Mapping) else None
+        if not isinstance(prompt, str):
+            raise EngineBroke(self.name, "/apply-template answered without a prompt")
+        return prompt
+
+    async def metrics(self) -> str:
+        """The engine's own metrics in Prometheus text format. Raises :class:`EngineError` where off."""
+        return self._checked(await self._call("GET", "/metrics"), "/metrics").text
+
+    async def get_json(self, path: str) -> Any:
+        """``GET`` a small JSON document. Raises :class:`EngineError` unless the status is 2xx."""
+        return self._json(await self._call("GET", path), path)
+
+    async def post_json(self, path: str, body: Mapping[str, Any] | bytes) -> Any:
+        """``POST`` JSON, get JSON. Raises :class:`EngineError` unless the status is 2xx."""
+        content = body if isinstance(body, bytes) else orjson.dumps(body)
+        return self._json(await self._call("POST", path, content), path)
+
+    async def _call(self, method: str, path: str, content: bytes | None = None) -> httpx.Response:
+        headers = {"Content-Type": "application/json"} if content is not None else None
+        for last in (False, True):
+            try:
+                return await self._control.request(method, path, content=content, headers=headers)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                raise EngineUnreachable(self.name, sent=False) from error
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError) as error:
+                # The engine was closing this pooled connection. These calls change nothing: ask once more.
+                if last:
+                    raise EngineUnreachable(self.name, sent=True) from error
+            except httpx.TransportError as error:
+                raise EngineUnreachable(self.name, sent=True) from error
+        raise AssertionError("unreachable")
+
+    @staticmethod
+    def _checked(answer: httpx.Response, path: str) -> httpx.Response:
+        if not answer.is_success:
+            raise EngineError(answer.status_code, answer.content, path)
+        return answer
+
+    def _json(self, answer: httpx.Response, path: str) -> Any:
+        try:
+            return orjson.loads(self._checked(answer, path).content)
+        except orjson.JSONDecodeError:
+            raise EngineBroke(self.name, f"{path} answered with something that is no JSON") from None
+
+    # -- generations ---------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def open(
+        self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]] = (), body: bytes | None = None
+    ) -> AsyncIterator[EngineResponse]:
+        """Send one request on a connection of its own; the answer's head has come when this enters.
+
+        ``path`` may carry a query. Leaving the block closes the connection at once, whether or not the answer
+        was complete; an engine takes that for a cancel. Raises :class:`EngineUnreachable` before the head,
+        :class:`EngineBroke` (from ``chunks``) after it.
+        """
+        exchange = Exchange(self.name, head_only=method.upper() == "HEAD", read_timeout=self._read_timeout)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                await loop.create_connection(
+                    lambda: exchange, self._target.host, self._target.port, ssl=self._tls
+                )
+        except (OSError, TimeoutError) as error:
+            exchange.close()
+            raise EngineUnreachable(self.name, sent=False) from error
+        try:
+            exchange.send(request_bytes(self._target, method, path, self._outgoing(headers), body))
+            yield await exchange.head()
+        finally:
+            exchange.close()
+
+    def _outgoing(self, headers: Iterable[tuple[bytes, bytes]]) -> HeaderPairs:
+        if self._authorization is None:
+            return list(headers)
+        kept = [pair for pair in headers if pair[0].lower() != b"authorization"]
+        return [*kept, (b"Authorization", self._authorization)]
