@@ -102,7 +102,7 @@ class EngineClient:
     :class:`EngineUnreachable` or :class:`EngineBroke` when the engine does not answer as HTTP should.
     """
 
-    def __init__(  # noqa: PLR0913 - the settings of one backend
+    def __init__(
         self,
         name: str,
         base_url: str,

@@ -75,13 +75,13 @@ class TruthReader:
     the lease's; :attr:`answers` has all of them. Never raises on what an engine sends.
     """
 
-    def __init__(self, route: Route, streaming: bool) -> None:  # noqa: FBT001 - part of the agreed interface
+    def __init__(self, route: Route, streaming: bool) -> None:
         self.route, self.streaming = route, streaming
         self.answers: dict[int, Answer] = {}
-        self.first_token = False
+        self._first_token = False
         self.progress: tuple[int, int, int] | None = None
         """Total, cached and evaluated prompt tokens of the last ``prompt_progress``."""
-        self.error: dict[str, Any] | None = None
+        self._error_object: dict[str, Any] | None = None
         self.events = 0
         self._finished = False
         self._lines = _Lines()
@@ -98,6 +98,18 @@ class TruthReader:
         """Whether the answer is whole: its terminal event, or a complete JSON body, has passed."""
         self._settle()
         return self._finished
+
+    @property
+    def first_token(self) -> bool:
+        """Whether generated content (or the end of an answer that has none) has passed."""
+        self._settle()
+        return self._first_token
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """The engine's error object, where it answered with one or broke off a stream with one."""
+        self._settle()
+        return self._error_object
 
     @property
     def cached_tokens(self) -> int | None:
@@ -164,9 +176,13 @@ class TruthReader:
 
     def feed(self, chunk: bytes) -> None:
         """Look at the next piece of the body, cut anywhere."""
+        if not self._size and self.streaming and chunk[:1] in {b"{", b"["}:
+            # Asked for a stream, refused with a JSON body.
+            self.streaming = False
         if not self.streaming:
             self._keep(chunk)
             return
+        self._size += len(chunk)
         for line in self._lines.feed(chunk):
             if not line:
                 if self._data:
@@ -212,7 +228,7 @@ class TruthReader:
                     self._object(element)
         elif isinstance(data, dict):
             self._object(data)
-        self.first_token = self.error is None
+        self._first_token = self._error_object is None
 
     def _event(self, data: bytes) -> None:
         self.events += 1
@@ -251,7 +267,7 @@ class TruthReader:
 
     def _error(self, event: Any) -> None:
         error = event.get("error", event) if isinstance(event, dict) else {}
-        self.error = error if isinstance(error, dict) else {"message": str(error)}
+        self._error_object = error if isinstance(error, dict) else {"message": str(error)}
         self._finished = True
 
     # -- shapes --------------------------------------------------------------------------------------------
@@ -272,7 +288,7 @@ class TruthReader:
             self._say(answer, choice.get("text"))
             if isinstance(reason := choice.get("finish_reason"), str):
                 answer.stop_reason = reason
-                self.first_token = True
+                self._first_token = True
         usage = event.get("usage")
         if isinstance(usage, dict):
             index = self._index(event)
@@ -288,7 +304,7 @@ class TruthReader:
             self._progress(event["prompt_progress"])
         if event.get("stop") is not True:
             return
-        self.first_token = True
+        self._first_token = True
         answer.stop_reason = _string(event.get("stop_type"))
         slot = event.get("id_slot")
         if isinstance(slot, int) and slot >= 0:
@@ -333,7 +349,7 @@ class TruthReader:
         elif kind == "message_delta":
             answer.stop_reason = _string(_dict(event.get("delta")).get("stop_reason"))
             self._anthropic(event.get("usage"))
-            self.first_token = True
+            self._first_token = True
         elif kind == "message_stop":
             self._finished = True
 
@@ -356,7 +372,7 @@ class TruthReader:
         if isinstance(usage := response.get("usage"), dict):
             self._usage(answer, usage, "input", "output")
         if isinstance(error := response.get("error"), dict):
-            self.error = error
+            self._error_object = error
 
     def _message(self, message: dict[str, Any]) -> None:
         answer = self._answer(0)
@@ -378,18 +394,18 @@ class TruthReader:
             if not answer.called:
                 answer.text.append(text)
             self._pieces += 1
-            self.first_token = True
+            self._first_token = True
 
     def _think(self, answer: Answer, text: object) -> None:
         if isinstance(text, str) and text:
             answer.thought.append(text)
             self._pieces += 1
-            self.first_token = True
+            self._first_token = True
 
     def _call(self, answer: Answer) -> None:
         answer.called = True
         self._pieces += 1
-        self.first_token = True
+        self._first_token = True
 
     # -- counts --------------------------------------------------------------------------------------------
 
