@@ -1,0 +1,30 @@
+# One verb each; the work is in scripts/, which CI uses too.
+.PHONY: help run test check bench docs clean
+
+help:
+	@echo "make run     the demo on 127.0.0.1:8080 (makes .venv first; Ctrl-C stops it)"
+	@echo "make test    all tests, on the engines that are installed"
+	@echo "make check   lint, format, types, import direction, generated pages"
+	@echo "make bench   the benchmarks"
+	@echo "make docs    write the generated pages again"
+	@echo "make clean   remove .venv, build/ and caches"
+
+run:
+	@scripts/venv demo
+	@exec .venv/bin/warmslot up configs/demo.yaml
+
+test:
+	@scripts/test
+
+check:
+	@scripts/check
+
+bench:
+	@scripts/bench
+
+docs:
+	@scripts/venv demo test
+	@scripts/docs
+
+clean:
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
