@@ -1,0 +1,115 @@
+"""Turns a backend's settings into the command line that starts it.
+
+The launch profile makes residency stable: a fixed slot count, each slot with its own part of the KV cache,
+and no saving and clearing of idle slots behind the router's back.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .engine import canonical
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from warmslot.router.config import Backend
+
+    from .engine import Engine
+
+
+class CommandError(Exception):
+    """The settings make no command line; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One option of the launch profile."""
+
+    name: str
+    value: str | None
+    why: str
+    """What to change instead (a setting), or what it is needed for."""
+    essential: bool = False
+    """Whether an engine that lacks it cannot be used; others are left out."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """As it stands in an argv."""
+        return (self.name,) if self.value is None else (self.name, self.value)
+
+    def __str__(self) -> str:
+        return " ".join(self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run. ``left_out`` are the flags that this engine does not know."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    left_out: tuple[Flag, ...] = ()
+
+
+def build_command(
+    engine: Engine,
+    backend: Backend,
+    model: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    env: Mapping[str, str] | None = None,
+) -> Command:
+    """The command line for ``backend``: the launch profile, then the backend's own ``args`` as given.
+
+    ``port`` 0 lets the system choose. ``env`` is what the child inherits (default: ours) under the
+    backend's own ``env``. Raises :class:`CommandError` when an extra argument sets what the profile sets,
+    naming both, and when the engine lacks an essential option.
+    """
+    flags = _profile(backend, model, host, port)
+    lacking = [flag for flag in flags if not engine.knows(flag.name)]
+    for flag in lacking:
+        if flag.essential:
+            raise CommandError(
+                f"backend {backend.name!r}: the engine {engine.path} has no option {flag.name}"
+            )
+    kept = [flag for flag in flags if flag not in lacking]
+    _refuse_clashes(engine, backend, flags)
+    argv = (*engine.command, *(word for flag in kept for word in flag.words), *backend.args)
+    inherited = os.environ if env is None else env
+    return Command(argv, {**inherited, **backend.env}, tuple(lacking))
+
+
+def _profile(backend: Backend, model: Path, host: str, port: int) -> list[Flag]:
+    total = backend.slots * backend.context
+    flags = [
+        Flag("-m", str(model), "the setting model", essential=True),
+        Flag("-np", str(backend.slots), "the setting slots", essential=True),
+        Flag("-c", str(total), "the setting context, which is per slot", essential=True),
+        Flag("--host", host, "backends are reached through the router", essential=True),
+        Flag("--port", str(port), "backends are reached through the router", essential=True),
+        Flag("--no-kv-unified", None, "a shared KV cache would let one slot's contents vanish for another's"),
+        Flag("--no-cache-idle-slots", None, "it keeps idle slots from being cleared"),
+        Flag("--cache-ram", str(backend.cache_ram), "the setting cache_ram"),
+        Flag("--slots", None, "the router reads what the slots hold"),
+        Flag("--metrics", None, "the router reads the engine's counters"),
+        Flag("--log-jsonl", None, "the launcher reads the engine's log"),
+    ]
+    if backend.threads is not None:
+        flags.append(Flag("-t", str(backend.threads), "the setting threads"))
+    if backend.slot_save_path is not None:
+        flags.append(Flag("--slot-save-path", backend.slot_save_path, "the setting slot_save_path"))
+    return flags
+
+
+def _refuse_clashes(engine: Engine, backend: Backend, flags: list[Flag]) -> None:
+    ours = {name: flag for flag in flags for name in engine.names(flag.name)}
+    for argument in backend.args:
+        if flag := ours.get(canonical(argument)):
+            raise CommandError(
+                f"backend {backend.name!r}: the extra argument {argument} clashes with {flag}, "
+                f"which warmslot sets itself ({flag.why})"
+            )
