@@ -150,7 +150,7 @@ def _stock(path: Path, origin: str) -> Engine:
 
 
 def _embedded(origin: str) -> Engine:
-    command = (sys.executable, "-m", "warmslot.launcher.embedded")
+    command = (sys.executable, "-P", "-m", "warmslot.launcher.embedded")
     return Engine(EngineKind.EMBEDDED, command, origin, _options(command, None))
 
 

@@ -27,7 +27,7 @@ def find_model(setting: str) -> Path:
 
 
 def demo_model() -> Path:
-    """The demo model inside its package, found without importing that (it would need packages that we do not)."""
+    """The demo model inside its package, found without importing that (its own dependencies are not ours)."""
     spec = importlib.util.find_spec(_DEMO_PACKAGE)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(folder).glob("*.gguf")):
