@@ -1,0 +1,303 @@
+"""One engine process: its states, and the child that goes through them.
+
+The life of a backend is the table :data:`TRANSITIONS`, and nothing else changes a state. :class:`Child` is
+the operating-system half: own session, dead with its parent, output read without ever holding it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections import deque
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import psutil
+
+from .logs import Level, Listening, LogLine, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .command import Command
+
+
+class State(StrEnum):
+    """Where a backend is in its life."""
+
+    ABSENT = "absent"
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    CRASHED = "crashed"
+    BACKING_OFF = "backing-off"
+    FAILED = "failed"
+
+
+class Event(StrEnum):
+    """What can happen to a backend."""
+
+    START = "start"
+    """It is to run (asked for, or its back-off is over)."""
+    SPAWNED = "spawned"
+    HEALTHY = "healthy"
+    DRAIN = "drain"
+    """It is to finish what it does and take nothing new."""
+    RESUME = "resume"
+    """The drain is called off."""
+    STOP = "stop"
+    """It is to end (after a drain: nothing runs any more)."""
+    EXITED = "exited"
+    """The process is gone, or could not be made."""
+    BACK_OFF = "back-off"
+    GIVE_UP = "give-up"
+
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.ABSENT, Event.START): State.STARTING,
+    (State.ABSENT, Event.STOP): State.STOPPED,
+    (State.STARTING, Event.SPAWNED): State.LOADING,
+    (State.STARTING, Event.EXITED): State.CRASHED,
+    (State.STARTING, Event.STOP): State.STOPPING,
+    (State.LOADING, Event.HEALTHY): State.READY,
+    (State.LOADING, Event.EXITED): State.CRASHED,
+    (State.LOADING, Event.DRAIN): State.STOPPING,
+    (State.LOADING, Event.STOP): State.STOPPING,
+    (State.READY, Event.DRAIN): State.DRAINING,
+    (State.READY, Event.STOP): State.STOPPING,
+    (State.READY, Event.EXITED): State.CRASHED,
+    (State.DRAINING, Event.RESUME): State.READY,
+    (State.DRAINING, Event.STOP): State.STOPPING,
+    (State.DRAINING, Event.EXITED): State.CRASHED,
+    (State.STOPPING, Event.EXITED): State.STOPPED,
+    (State.STOPPING, Event.STOP): State.STOPPING,
+    (State.STOPPED, Event.START): State.STARTING,
+    (State.STOPPED, Event.STOP): State.STOPPED,
+    (State.CRASHED, Event.BACK_OFF): State.BACKING_OFF,
+    (State.CRASHED, Event.GIVE_UP): State.FAILED,
+    (State.CRASHED, Event.STOP): State.STOPPED,
+    (State.BACKING_OFF, Event.START): State.STARTING,
+    (State.BACKING_OFF, Event.STOP): State.STOPPED,
+    (State.FAILED, Event.START): State.STARTING,
+    (State.FAILED, Event.STOP): State.STOPPED,
+}
+"""Every legal step. A pair that is not here is a mistake of ours and raises."""
+
+ALIVE = frozenset({State.LOADING, State.READY, State.DRAINING, State.STOPPING})
+"""The states in which a process may exist."""
+
+
+class IllegalTransitionError(Exception):
+    """An event that cannot happen in this state."""
+
+
+def transition(state: State, event: Event) -> State:
+    """The state after ``event``. Raises :class:`IllegalTransitionError`."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise IllegalTransitionError(f"a backend that is {state} cannot meet the event {event}") from None
+
+
+MAX_LINE = 16 * 1024
+"""Bytes of one line of output that are kept; what is beyond is dropped."""
+
+_TAIL = 60
+"""Lines of output kept for the explanation of a failure."""
+
+_CHUNK = 64 * 1024
+_READERS_GRACE = 2.0
+"""Seconds that output may still come after the process group is gone."""
+
+_PR_SET_PDEATHSIG = 1
+_PRCTL = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
+
+
+class Child:
+    """A running engine: its output as lines, its end as a future.
+
+    Made by :meth:`spawn` only. Its whole process group is killed when its first process ends, so that an
+    engine behind a wrapper script does not outlive it.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, on_line: Callable[[LogLine], None]) -> None:
+        self.pid = process.pid
+        self.tail: deque[LogLine] = deque(maxlen=_TAIL)
+        self._process = process
+        self._on_line = on_line
+        self._announced: str | None = None
+        self._readers = [
+            asyncio.create_task(self._read(pipe), name=f"output of {self.pid}")
+            for pipe in (process.stdout, process.stderr)
+            if pipe is not None
+        ]
+        self.exited: asyncio.Task[int] = asyncio.create_task(self._reap(), name=f"exit of {self.pid}")
+        """Done when the process is gone and all of its output was read; the result is the exit status,
+        negative for a signal."""
+
+    @classmethod
+    async def spawn(cls, command: Command, on_line: Callable[[LogLine], None]) -> Child:
+        """Start ``command``; ``on_line`` gets each line of output and must return at once. Raises OSError."""
+        process = await asyncio.create_subprocess_exec(
+            *command.argv,
+            env=dict(command.env),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(os.getpid()),
+        )
+        return cls(process, on_line)
+
+    def address(self) -> str | None:
+        """Where the engine listens, or ``None`` as long as it does not.
+
+        The engine says it in its log once it has loaded; before that the system is asked which port the
+        processes of this group listen on, so that a stranger on a port that we wanted is never taken for
+        our engine.
+        """
+        if self._announced is None and (ports := sorted(_listening(self.pid))):
+            return f"http://127.0.0.1:{ports[0]}"
+        return self._announced
+
+    def terminate(self) -> None:
+        """Ask the engine to end."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the engine and whatever else is in its process group."""
+        self._signal(signal.SIGKILL)
+
+    async def stop(self, patience: float) -> int:
+        """Ask to end, wait ``patience`` seconds, then kill; returns the exit status.
+
+        However this call ends, cancelled or not, the process has been killed or is gone.
+        """
+        try:
+            self.terminate()
+            done, _ = await asyncio.wait({self.exited}, timeout=patience)
+            if not done:
+                self.kill()
+            return await asyncio.shield(self.exited)
+        finally:
+            self.kill()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    async def _reap(self) -> int:
+        status = await self._process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        _, late = await asyncio.wait(self._readers, timeout=_READERS_GRACE)
+        for reader in late:  # somebody outside the group holds the pipe
+            reader.cancel()
+        return status
+
+    async def _read(self, pipe: asyncio.StreamReader) -> None:
+        rest = b""
+        while chunk := await pipe.read(_CHUNK):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self._line(line)
+            rest = rest[: MAX_LINE + 1]
+        if rest:
+            self._line(rest)
+
+    def _line(self, raw: bytes) -> None:
+        cut = "…" if len(raw) > MAX_LINE else ""
+        line = parse(raw[:MAX_LINE].decode(errors="replace") + cut)
+        if self._announced is None and isinstance(line.event, Listening):
+            self._announced = line.event.url
+        if line.message.strip():
+            self.tail.append(line)
+        self._on_line(line)
+
+
+def _die_with_parent(parent: int) -> Callable[[], None] | None:
+    """What the child does between fork and exec, so that it cannot outlive a parent that is killed."""
+    prctl = _PRCTL
+    if prctl is None:
+        return None
+    kill, getppid, leave = int(signal.SIGKILL), os.getppid, os._exit
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, kill)
+        if getppid() != parent:  # it died before the call above
+            leave(1)
+
+    return prepare
+
+
+def _listening(pid: int) -> set[int]:
+    """The TCP ports that a process and its descendants listen on, as far as the system tells."""
+    ports: set[int] = set()
+    with contextlib.suppress(psutil.Error):
+        first = psutil.Process(pid)
+        for process in (first, *first.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                ports.update(
+                    connection.laddr.port
+                    for connection in process.net_connections("inet")
+                    if connection.status == psutil.CONN_LISTEN
+                )
+    return ports
+
+
+_GENERIC = (
+    "failed to load model",
+    "failed to fit params",
+    "while trying to fit params",
+    "exiting due to",
+    "error loading model: llama_model_loader",
+)
+"""Errors that only repeat that something went wrong."""
+
+_HOPELESS = (
+    "invalid argument",
+    "invalid magic",
+    "unknown model architecture",
+    "failed to read key-value pairs",
+    "data is not within the file bounds",
+    "failed to open GGUF file",
+    "error: option",
+    "has no option",
+)
+"""What another try will not change."""
+
+
+def explain_exit(status: int, tail: deque[LogLine]) -> tuple[str, bool]:
+    """Say in one line why a process ended, and whether trying again is pointless.
+
+    The engine's most telling line is its first error that is not a mere echo of another.
+    """
+    errors = [line.message.strip() for line in tail if line.level is Level.ERROR or _plain_error(line)]
+    telling = [text for text in errors if not any(generic in text for generic in _GENERIC)]
+    said = (telling or errors or [""])[0]
+    hopeless = any(mark in text for text in errors for mark in _HOPELESS)
+    how = f"exit status {status}"
+    if status < 0:
+        how = f"killed by {_signal_name(-status)}"
+        if -status == signal.SIGKILL:
+            how += " (out of memory?)"
+    return (f"{said} ({how})" if said else how), hopeless
+
+
+def _plain_error(line: LogLine) -> bool:
+    return line.level is None and "error" in line.message.lower()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
