@@ -1,0 +1,295 @@
+"""A fake llama-server: real HTTP, real slot arithmetic, deterministic answers, and controls for tests.
+
+In a test::
+
+    async with FakeLlamaServer(slots=4) as fake:
+        fake.token.hold()
+        ...
+        await fake.token.arrived()
+
+Its answers echo the last ``mark-…`` word of the prompt, so that a test can tell whose answer it got. It
+agrees with the real engine on status, shape, framing, headers and token arithmetic
+(``tests/engine/test_wire_fake.py``).
+``python -m tests.fakes`` runs it as a command with llama-server's flags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Self
+
+from tests.fakes.answers import Chat, Completions, Messages, Native, Responses, Shape
+from tests.fakes.gate import Gate
+from tests.fakes.generation import Generation, body_of, to_json
+from tests.fakes.http import Connection, HttpServer, Received
+from tests.fakes.slot_model import EngineRefusalError, SlotModel, Vocabulary, render
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SHAPES: dict[str, type[Shape]] = {
+    "/v1/chat/completions": Chat,
+    "/chat/completions": Chat,
+    "/v1/completions": Completions,
+    "/completion": Native,
+    "/completions": Native,
+    "/v1/responses": Responses,
+    "/v1/messages": Messages,
+}
+
+
+class FakeLlamaServer:
+    """One fake engine. Every attribute below that is not private may be read and set by tests at any time."""
+
+    def __init__(
+        self,
+        *,
+        slots: int = 4,
+        context: int = 2048,
+        loading: bool = False,
+        alias: str = "fake.gguf",
+        answer_tokens: int = 16,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self.n_slots, self.context, self.alias = slots, context, alias
+        self.loading = loading
+        self.answer_tokens = answer_tokens
+        """Tokens until an answer ends by itself (``ignore_eos`` goes on to the request's own limit)."""
+        self.prefill, self.token, self.notice, self.answering = Gate(), Gate(), Gate(), Gate()
+        """Held up: prefills, each token, the notice that a client left, each control answer."""
+        self.ignore_cancel = False
+        self.drop_next = 0
+        """So many generation requests are read and then dropped without an answer."""
+        self.die_after: int | None = None
+        """Break the connection off after so many tokens (once)."""
+        self.fail_after: int | None = None
+        """Fatal decode error after so many tokens (once): every processing slot is cleared."""
+        self.missing: set[str] = set()
+        """What this build lacks: ``slots``, ``metrics``, ``props``, ``apply-template``, ``timings``,
+        ``usage``, or the name of a field of ``/slots`` elements."""
+        self.unknown_fields = False
+        self.requests: list[Received] = []
+        self.violations: list[str] = []
+        self.deferred_total = 0
+        self.model = SlotModel(slots, context)
+        self.vocabulary = Vocabulary()
+        self.log = log or (lambda _line: None)
+        self._http = HttpServer(self._handle)
+        self.tasks = 0
+        self.waiting: list[asyncio.Future[None]] = []
+        self.counts = dict.fromkeys(("prompt", "cached", "predicted", "decodes"), 0)
+        self._watchers: list[tuple[Callable[[FakeLlamaServer], object], asyncio.Future[None]]] = []
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.abort()
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen."""
+        await self._http.listen(host, port)
+
+    @property
+    def port(self) -> int:
+        """The port it listens on; the same over :meth:`refuse` and :meth:`crash`."""
+        return self._http.port
+
+    @property
+    def base_url(self) -> str:
+        """Where clients find it."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def refuse(self) -> None:
+        """Accept no more connections, go on with those that are."""
+        self._http.refuse()
+
+    async def accept(self) -> None:
+        """Accept connections again."""
+        await self._http.listen()
+
+    async def crash(self) -> None:
+        """Die: no port, all connections broken off, nothing kept."""
+        await self._http.abort()
+        self.model = SlotModel(self.n_slots, self.context)
+        self.changed()
+
+    async def restart(self, *, loading: bool = False) -> None:
+        """Come back after :meth:`crash`, empty."""
+        self.loading = loading
+        await self._http.listen()
+        self.changed()
+
+    def loaded(self) -> None:
+        """Loading is over."""
+        self.loading = False
+        self.changed()
+
+    # -- for tests -----------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> int:
+        """Slots that are processing."""
+        return sum(slot.processing for slot in self.model.slots)
+
+    @property
+    def deferred(self) -> int:
+        """Requests in the engine's own queue now."""
+        return len(self.waiting)
+
+    def generations(self) -> list[Received]:
+        """The generation requests so far, in the order in which they came."""
+        return [request for request in self.requests if request.path in _SHAPES]
+
+    async def until(self, predicate: Callable[[FakeLlamaServer], object]) -> None:
+        """Return once ``predicate(self)`` holds; it is asked again after every change of state."""
+        if predicate(self):
+            return
+        future = asyncio.get_running_loop().create_future()
+        entry = (predicate, future)
+        self._watchers.append(entry)
+        try:
+            await future
+        finally:
+            self._watchers.remove(entry)
+
+    def changed(self) -> None:
+        """Let those who wait for a state look again."""
+        for predicate, future in self._watchers:
+            if not future.done() and predicate(self):
+                future.set_result(None)
+
+    # -- HTTP ----------------------------------------------------------------------------------------------
+
+    async def _handle(self, connection: Connection, request: Received) -> None:
+        self.requests.append(request)
+        self.changed()
+        try:
+            self._refuse_while_loading()
+            shape = _SHAPES.get(request.path) if request.method == "POST" else None
+            if shape is not None:
+                await self._generation(connection, request, shape)
+                return
+            answer = self._control(request)
+            await self.answering.passed()
+            if isinstance(answer, str):
+                connection.answer(200, answer.encode(), "text/plain; version=0.0.4")
+            else:
+                connection.answer(200, to_json(answer))
+            request.outcome = "ok"
+        except EngineRefusalError as refusal:
+            connection.answer(refusal.status, to_json(refusal.body))
+            request.outcome = "error"
+        finally:
+            self.changed()
+
+    def _refuse_while_loading(self) -> None:
+        if self.loading:
+            raise EngineRefusalError(503, "Loading model", "unavailable_error")
+
+    def _control(self, request: Received) -> Any:
+        name = f"{request.method} {request.path}"
+        found: Callable[[], Any] | None = {
+            "GET /health": lambda: {"status": "ok"},
+            "GET /v1/health": lambda: {"status": "ok"},
+            "GET /props": self._props,
+            "GET /slots": self._slots,
+            "GET /metrics": self._metrics,
+            "GET /v1/models": self._models,
+            "POST /apply-template": lambda: {"prompt": render(body_of(request))},
+            "POST /tokenize": lambda: {"tokens": self.vocabulary.encode(body_of(request).get("content", ""))},
+            "POST /detokenize": lambda: {
+                "content": self.vocabulary.decode(body_of(request).get("tokens", []))
+            },
+        }.get(name)
+        if found is None or request.path.lstrip("/") in self.missing - {"slots", "metrics"}:
+            refusal = EngineRefusalError(404, "")
+            refusal.body = {"error": {"message": "File Not Found", "type": "not_found_error", "code": 404}}
+            raise refusal
+        if (endpoint := request.path.lstrip("/")) in self.missing:
+            message = f"This server does not support {endpoint} endpoint. Start it with `--{endpoint}`"
+            raise EngineRefusalError(501, message, "not_supported_error")
+        return found()
+
+    def _props(self) -> Any:
+        props: dict[str, Any] = {
+            "default_generation_settings": {"params": {"seed": 4294967295}, "n_ctx": self.context},
+            "total_slots": self.n_slots,
+            "model_alias": self.alias,
+            "model_path": f"/models/{self.alias}",
+            "modalities": {"vision": False, "video": False, "audio": False},
+            "chat_template": "",
+            "build_info": "b0-fake",
+            "is_sleeping": False,
+        }
+        return self.drifted(props)
+
+    def _slots(self) -> Any:
+        return [self.drifted(slot.as_json()) for slot in self.model.slots]
+
+    def _models(self) -> Any:
+        meta = {"n_ctx": self.context, "n_ctx_train": 8192}
+        one = {"id": self.alias, "object": "model", "created": 0, "owned_by": "llamacpp", "meta": meta}
+        return {"object": "list", "data": [one]}
+
+    def drifted(self, element: dict[str, Any]) -> dict[str, Any]:
+        """An object as this build would write it."""
+        kept = {name: value for name, value in element.items() if name not in self.missing}
+        return kept | {"brand_new_field": {"nested": [1]}} if self.unknown_fields else kept
+
+    def _metrics(self) -> str:
+        values = {
+            "prompt_tokens_total": ("counter", self.counts["prompt"]),
+            "prompt_tokens_cached_total": ("counter", self.counts["cached"]),
+            "tokens_predicted_total": ("counter", self.counts["predicted"]),
+            "n_decode_total": ("counter", self.counts["decodes"]),
+            "requests_processing": ("gauge", self.busy),
+            "requests_deferred": ("gauge", self.deferred),
+        }
+        return "".join(
+            f"# HELP llamacpp:{name} -\n# TYPE llamacpp:{name} {kind}\nllamacpp:{name} {value:g}\n"
+            for name, (kind, value) in values.items()
+        )
+
+    # -- generation ----------------------------------------------------------------------------------------
+
+    async def _generation(self, connection: Connection, request: Received, shape_of: type[Shape]) -> None:
+        if self.drop_next > 0:
+            self.drop_next -= 1
+            request.outcome = "dropped"
+            connection.abort()
+            connection.close_announced = True
+            return
+        generation = Generation(self, connection, request, shape_of)
+        watch = asyncio.create_task(connection.watch())
+        run = asyncio.create_task(generation.run())
+        try:
+            await self._unless_gone(connection, run)
+        finally:
+            watch.cancel()
+            run.cancel()
+            await asyncio.gather(watch, run, return_exceptions=True)
+            self.changed()
+        if run.cancelled():
+            connection.close_announced = True
+            return
+        await run
+
+    async def _unless_gone(self, connection: Connection, run: asyncio.Task[None]) -> None:
+        """Wait for ``run``; cancel it once the engine notices that its client left."""
+        gone = asyncio.create_task(connection.gone.wait())
+        try:
+            await asyncio.wait({run, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if run.done() or self.ignore_cancel:
+                await asyncio.wait({run})
+                return
+            noticed = asyncio.create_task(self.notice.passed())
+            try:
+                await asyncio.wait({run, noticed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                noticed.cancel()
+        finally:
+            gone.cancel()
