@@ -1,0 +1,136 @@
+"""The router as an ASGI application: its routes, and how its parts are put together."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import Route as Path
+
+from .auth import KeyCheck
+from .core import CoreSettings, RouterCore
+from .dispatcher import Dispatcher
+from .generation import Generation, Shop
+from .metrics import Metrics
+from .pages import EngineMetrics, Healthy, Models, OwnMetrics
+from .passthrough import Passthrough
+from .pools import Pools
+from .settling import Timing
+from .values import Route
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from .config import Config, Scheduling
+    from .observer import Observer
+
+GENERATING = {
+    "/v1/chat/completions": Route.CHAT,
+    "/chat/completions": Route.CHAT,
+    "/v1/completions": Route.COMPLETIONS,
+    "/completion": Route.COMPLETION,
+    "/completions": Route.COMPLETION,
+}
+"""The routes whose requests are sent to a slot of the router's choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """One router: the application to serve, and what a launcher tells of its backends."""
+
+    app: Starlette
+    dispatcher: Dispatcher
+    metrics: Metrics
+
+
+def create_app(config: Config, dispatcher: Dispatcher, metrics: Metrics) -> Starlette:
+    """The application over a dispatcher that somebody else starts and stops.
+
+    Its lifespan watches backends that run elsewhere (``url``), and closes the dispatcher at the end.
+    """
+    keys = {key.name: key.value.get_secret_value() for key in config.keys if key.value is not None}
+    shop = Shop(dispatcher, Pools(config, dispatcher), config.limits, metrics, keyed=bool(keys))
+    routes = [
+        *(Path(path, Generation(shop, route), methods=["POST"]) for path, route in GENERATING.items()),
+        Path("/v1/models", Models(shop), methods=["GET"]),
+        Path("/models", Models(shop), methods=["GET"]),
+        Path("/health", Healthy(shop), methods=["GET"]),
+        Path("/v1/health", Healthy(shop), methods=["GET"]),
+        Path("/metrics", OwnMetrics(shop), methods=["GET"]),
+        Path("/backends/{name}/metrics", EngineMetrics(shop), methods=["GET"]),
+        Path("/{path:path}", Passthrough(shop)),
+    ]
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        for pool in config.pools:
+            for backend in pool.backends:
+                if backend.url is not None:
+                    dispatcher.watch_remote(backend.name, backend.url)
+        try:
+            yield
+        finally:
+            await dispatcher.aclose()
+
+    return Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[Middleware(KeyCheck, keys=keys)],
+    )
+
+
+def create_router(
+    config: Config, *, observers: Sequence[Observer] = (), timing: Timing | None = None
+) -> Router:
+    """A router for a configuration.
+
+    It serves once its application runs; launched backends are reported to its dispatcher.
+    """
+    pools = {pool.name: [backend.name for backend in pool.backends] for pool in config.pools}
+    launched = [backend for pool in config.pools for backend in pool.backends if backend.url is None]
+    metrics = Metrics(
+        pools,
+        slots={backend.name: backend.slots for backend in launched},
+        clients=[key.name for key in config.keys],
+    )
+    core = RouterCore({pool.name: core_settings(pool.scheduling) for pool in config.pools})
+    dispatcher = Dispatcher(
+        core,
+        pools,
+        observers=[metrics, *observers],
+        timing=timing or Timing(hold=config.limits.hold_timeout),
+    )
+    return Router(create_app(config, dispatcher, metrics), dispatcher, metrics)
+
+
+def core_settings(scheduling: Scheduling) -> CoreSettings:
+    """A pool's policy as the core takes it: ``auto`` becomes ``None``."""
+    return CoreSettings(
+        in_flight=scheduling.in_flight,
+        queue=scheduling.queue,
+        max_wait=None if scheduling.max_wait == "auto" else scheduling.max_wait,
+        linger=None if scheduling.linger == "auto" else scheduling.linger,
+        max_queue=scheduling.max_queue,
+    )
+
+
+def server_config(app: Starlette, config: Config) -> uvicorn.Config:
+    """How uvicorn serves the application: no log line per request, no headers beside those of the engine."""
+    return uvicorn.Config(
+        app,
+        host=config.listen.host,
+        port=config.listen.port,
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, round(config.limits.drain_timeout)),
+    )

@@ -1,0 +1,130 @@
+"""The client's side of one HTTP exchange: its body within bounds, its leaving, our answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from typing import TYPE_CHECKING
+
+from . import errors
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterable
+
+    from starlette.types import Receive, Scope, Send
+
+    from .errors import RequestError
+
+Headers = list[tuple[bytes, bytes]]
+
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class ClientGoneError(Exception):
+    """Nobody is there any more to answer to."""
+
+
+class Client:
+    """One request's ASGI channels. The body is read first; after that only leaving can come in."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._receive = receive
+        self._send = send
+        self.started = False
+        """A status line has been sent."""
+        self.ended = False
+        """The answer is complete."""
+        self.streams = False
+        """What has been started is an event stream, so an error can still be told in it."""
+        given = self.headers.get(b"x-request-id", b"")
+        self.request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+
+    def header(self, name: bytes) -> str | None:
+        """A request header by its lower-case name."""
+        value = self.headers.get(name)
+        return None if value is None else value.decode("latin-1")
+
+    async def body(self, limit: int, seconds: float) -> bytes:
+        """The whole request body. Raises 413 above ``limit`` bytes, 408 after ``seconds``."""
+        length = self.headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > limit:
+            raise errors.too_large(limit)
+        pieces: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(seconds or None):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
+                    piece = message.get("body", b"")
+                    size += len(piece)
+                    if size > limit:
+                        raise errors.too_large(limit)
+                    pieces.append(piece)
+                    if not message.get("more_body", False):
+                        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        except TimeoutError:
+            raise errors.too_slow(seconds) from None
+
+    async def gone(self) -> None:
+        """Return when the client leaves before its answer is complete; for use after :meth:`body`."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if self.ended:
+            await asyncio.Event().wait()
+
+    async def unless_gone(self, work: Coroutine[None, None, None]) -> None:
+        """Do ``work``; it is cancelled, and ends before this does, when the client leaves.
+
+        Raises :class:`ClientGoneError` then.
+        """
+        loop = asyncio.get_running_loop()
+        task, watch = loop.create_task(work), loop.create_task(self.gone())
+        try:
+            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watch.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if task.cancelled():
+            raise ClientGoneError
+        task.result()
+
+    async def start(
+        self, status: int, headers: Iterable[tuple[bytes, bytes]], *, streams: bool = False
+    ) -> None:
+        """Send status and headers, the request id among them."""
+        self.started, self.streams = True, streams
+        own = [(b"x-request-id", self.request_id)]
+        others = [(name, value) for name, value in headers if name.lower() != b"x-request-id"]
+        await self._send({"type": "http.response.start", "status": status, "headers": own + others})
+
+    async def write(self, data: bytes) -> None:
+        """Send a piece of the body; waits while the client does not read."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        """Send the last piece."""
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def answer(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Send a whole answer."""
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self.end(body)
+
+    async def refuse(self, error: RequestError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """Tell an error: as an answer of its own, or as the last event of a stream that has begun.
+
+        In an answer that is under way and no stream it cannot be told: the answer stays incomplete, and the
+        server cuts the connection, so that nobody takes the part for the whole.
+        """
+        if not self.started:
+            await self.answer(error.status, error.body(), [*headers, *error.headers()])
+        elif self.streams and not self.ended:
+            await self.end(error.event())

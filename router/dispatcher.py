@@ -1,0 +1,526 @@
+"""The one owner of slots, queue and trie: it gives out leases and takes them back.
+
+The pure core decides. This object calls it from the event loop only, never with an ``await`` between reading
+and changing, and carries its decisions out. Its own part is what has to wait: for a lease, for the engine to
+say that a slot is free, for a backend to come up.
+
+A request's life here: ``engine``, ``acquire``, perhaps ``first_token``; then ``finish``, ``abandon`` or
+``unsent``. Only the first two wait, and both may be cancelled at any moment. The last three are plain
+calls, so that no cancellation can come between the engine's word and the release of a slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from .backend import EngineBroke, EngineClient, EngineUnreachable
+from .health import HealthWatch
+from .settling import Held, SlotWatch, Timing
+from .values import Outcome, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .core import Core
+    from .observer import Observer
+    from .values import Lease, Report, Request, SlotObservation, SlotView
+
+log = logging.getLogger("warmslot.router")
+
+Connect = Callable[[str, str], EngineClient]
+"""Makes the client of a backend from its name and address."""
+
+_SLACK = 16
+"""Tokens by which an answer may reuse less than predicted before the picture of the slots is doubted."""
+
+
+class NoBackendError(Exception):
+    """No backend of the pool came up in time."""
+
+    def __init__(self, pool: str, seconds: float) -> None:
+        super().__init__(f"no backend of pool {pool!r} is up (waited {seconds:g} s)")
+        self.pool, self.seconds = pool, seconds
+
+
+class StoppingError(Exception):
+    """The router is stopping and takes no more requests."""
+
+    def __init__(self) -> None:
+        super().__init__("the router is stopping")
+
+
+@dataclass(slots=True, eq=False)
+class Backend:
+    """What the dispatcher knows of one backend."""
+
+    name: str
+    pool: str
+    client: EngineClient | None = None
+    life: SlotWatch | None = None
+    """Its leases since it came up last; ``None`` while it is down."""
+    slots: int = 0
+    context: int = 0
+    """Tokens per slot."""
+    watch: HealthWatch | None = None
+
+    @property
+    def up(self) -> bool:
+        """Whether it serves."""
+        return self.life is not None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it serves and has not just refused or broken a connection."""
+        return self.up and not (self.watch is not None and self.watch.suspecting)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    request: Request
+    lease: asyncio.Future[Lease]
+    since: float
+
+
+class Dispatcher:
+    """Leases of the slots of all backends; see the module's text for the order of calls.
+
+    ``pools`` maps each pool to the names of its backends. Whoever launches engines calls ``backend_ready``,
+    ``backend_down`` and ``log_event``; :meth:`watch_remote` looks after one that runs elsewhere. All methods
+    belong to one event loop.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        pools: Mapping[str, Sequence[str]],
+        *,
+        connect: Connect = EngineClient,
+        observers: Sequence[Observer] = (),
+        timing: Timing | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._connect = connect
+        self._observers = tuple(observers)
+        self._timing = timing or Timing()
+        self._clock = clock
+        self._backends = {name: Backend(name, pool) for pool, names in pools.items() for name in names}
+        self._pools = {pool: [self._backends[name] for name in names] for pool, names in pools.items()}
+        self._came_up = {pool: asyncio.Event() for pool in pools}
+        self._down_since = dict.fromkeys(pools, clock())
+        self._waiting: dict[str, _Waiting] = {}
+        self._held: dict[str, Held] = {}
+        self._wake: asyncio.TimerHandle | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._stopping = False
+        self._nothing_held = asyncio.Event()
+        self._nothing_held.set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    # -- for requests --------------------------------------------------------------------------------------
+
+    async def engine(self, pool: str) -> EngineClient:
+        """A backend of the pool that serves, for calls that use no slot. Waits for one, within bounds.
+
+        Raises :class:`NoBackendError`, :class:`StoppingError`.
+        """
+        until = self._clock() + self._timing.hold
+        while True:
+            self._refuse_if_stopping()
+            for backend in self._pools[pool]:
+                if backend.usable and backend.client is not None:
+                    return backend.client
+            try:
+                async with asyncio.timeout(until - self._clock()):
+                    await self._came_up[pool].wait()
+            except TimeoutError:
+                raise NoBackendError(pool, self._timing.hold) from None
+
+    async def acquire(self, request: Request) -> Lease:
+        """Wait for a lease. When cancelled, the request leaves the queue, or its lease goes back unused.
+
+        Raises :class:`~warmslot.router.core.QueueFullError`, :class:`NoBackendError`, :class:`StoppingError`.
+        """
+        self._refuse_if_stopping()
+        waiting = _Waiting(request, asyncio.get_running_loop().create_future(), self._clock())
+        self._core.submit(request, waiting.since)
+        self._waiting[request.id] = waiting
+        self._demand(request, 1)
+        self._pump()
+        self._arm_expiry()
+        try:
+            return await waiting.lease
+        except asyncio.CancelledError:
+            if waiting.lease.done() and not waiting.lease.cancelled() and waiting.lease.exception() is None:
+                # The lease was on its way when its taker was cancelled.
+                self._release(self._held[request.id], Outcome(Status.CANCELLED, untouched=True))
+            else:
+                self._withdraw(request.id)
+            raise
+
+    def client(self, lease: Lease) -> EngineClient:
+        """The engine that serves a lease. Raises :class:`EngineUnreachable` where it is gone by now."""
+        backend = self._backends[lease.slot.backend]
+        if backend.client is None or backend.life is not self._held[lease.request.id].life:
+            raise EngineUnreachable(backend.name, sent=False)
+        return backend.client
+
+    def sending(self, request_id: str) -> None:
+        """From now on the engine may know of the request, so only the engine can free its slot."""
+        self._held[request_id].sent = True
+
+    def started(self, request_id: str) -> None:
+        """The engine has answered something: it has taken the request into a slot, or refused it."""
+        self._held[request_id].started = True
+
+    def first_token(self, request_id: str) -> None:
+        """The prefill is over.
+
+        Of a request that the engine placed, the core is not told: until it ends, no slot is known to be idle.
+        """
+        held = self._held[request_id]
+        if held.decoding or held.left is not None or not held.pinned:
+            return
+        held.started = held.decoding = True
+        now = self._clock()
+        self._core.first_token(request_id, now)
+        for observer in self._observers:
+            observer.decoding(held.lease, now)
+        self._pump()
+
+    def finish(self, request_id: str, outcome: Outcome) -> Report:
+        """The engine has said that the slot is free: take the lease back. Exactly once; KeyError else."""
+        return self._release(self._ours(request_id), outcome)
+
+    def abandon(self, request_id: str, outcome: Outcome) -> None:
+        """Nobody reads the answer any more: the lease ends when the engine says that the slot is free.
+
+        The connection to the engine is closed already. Exactly once, in place of ``finish``; KeyError else.
+        """
+        held = self._ours(request_id)
+        if not held.sent:
+            self._release(held, replace(outcome, untouched=True))
+        elif self._backends[held.lease.slot.backend].life is not held.life:
+            self._release(held, outcome)
+        else:
+            held.life.leave(held, outcome)
+
+    def unsent(self, request_id: str) -> None:
+        """Not a byte reached the engine: the lease goes back unused, and the backend has to prove itself."""
+        held = self._ours(request_id)
+        if self._backends[held.lease.slot.backend].life is held.life:
+            self.suspect(held.lease.slot.backend)
+        self._release(held, Outcome(Status.ERROR, untouched=True))
+
+    def suspect(self, name: str) -> None:
+        """A backend refused or broke a connection: no leases on it until its ``/health`` answers."""
+        backend = self._backends[name]
+        if backend.usable and backend.client is not None:
+            self._core.backend_admit(name, admit=False)
+            if backend.watch is None:
+                backend.watch = HealthWatch(
+                    backend.client,
+                    self._timing.health,
+                    is_up=lambda: backend.up,
+                    trusted=lambda: self._trust(backend),
+                )
+            backend.watch.suspect()
+            self._refresh_pool(backend.pool)
+
+    # -- for status pages and metrics ----------------------------------------------------------------------
+
+    @property
+    def pools(self) -> Mapping[str, Sequence[Backend]]:
+        """Every pool with its backends. Read only."""
+        return self._pools
+
+    def backend(self, name: str) -> Backend | None:
+        """One backend by name. Read only."""
+        return self._backends.get(name)
+
+    def queued(self, pool: str) -> int:
+        """Requests of the pool that wait for a lease."""
+        return self._core.queued(pool)
+
+    def slots(self) -> list[SlotView]:
+        """Every slot, as the core sees it."""
+        return self._core.slots()
+
+    def held(self) -> Mapping[str, Held]:
+        """Leases that are out, by request id. Read only."""
+        return self._held
+
+    # -- for whoever launches engines ----------------------------------------------------------------------
+
+    async def backend_ready(self, name: str, url: str, slots: int, context: int, *, fresh: bool) -> None:
+        """A backend serves at ``url``. ``fresh``: all of its slots are empty.
+
+        A second report of the same service changes nothing.
+        """
+        backend = self._backends[name]
+        client = self._connect(name, url)
+        if (
+            backend.up
+            and backend.client is not None
+            and not fresh
+            and backend.client.base_url == client.base_url
+        ):
+            await client.aclose()
+            return
+        self._take_down(backend, "replaced")
+        backend.client = client
+        backend.slots, backend.context = slots, context
+        backend.life = SlotWatch(client, self, self._timing, self._clock, slots)
+        self._core.backend_up(name, backend.pool, slots, context, self._clock(), known_empty=fresh)
+        for observer in self._observers:
+            observer.backend_changed(name, up=True, slots=slots, context=context, reason="")
+        if not fresh:
+            backend.life.want()
+        self._refresh_pool(backend.pool)
+        self._pump()
+
+    async def backend_down(self, name: str, reason: str) -> None:
+        """A backend is gone, with all that its slots held."""
+        self._take_down(self._backends[name], reason)
+
+    def log_event(self, name: str, event: object) -> None:
+        """A line of a launched engine's log, understood: selections are counted, releases hasten a look.
+
+        Events are told apart by their fields: a selection has ``by``, a release ``slot`` and ``truncated``.
+        """
+        by = getattr(event, "by", None)
+        if isinstance(by, str):
+            for observer in self._observers:
+                observer.engine_selected(name, by)
+        slot, life = getattr(event, "slot", None), self._backends[name].life
+        if isinstance(slot, int) and hasattr(event, "truncated") and life is not None:
+            life.released(slot)
+
+    # -- for backends that run elsewhere -------------------------------------------------------------------
+
+    def watch_remote(self, name: str, url: str) -> None:
+        """Look after a backend that is not launched here: up when healthy, down after repeated failures."""
+        backend = self._backends[name]
+        client = self._connect(name, url)
+
+        async def came_up() -> None:
+            props = await client.props()
+            if props.total_slots is None or props.context is None:
+                raise EngineBroke(name, "/props tells neither slots nor context")
+            await self.backend_ready(name, url, props.total_slots, props.context, fresh=False)
+
+        backend.watch = HealthWatch(
+            client,
+            self._timing.health,
+            is_up=lambda: backend.up,
+            trusted=lambda: self._trust(backend),
+            came_up=came_up,
+            went_down=lambda reason: self._take_down(backend, reason),
+        )
+        backend.watch.start()
+
+    # -- end of life ---------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Take no new requests, send away those that wait, and wait until every lease is back.
+
+        Cancel it to stop waiting.
+        """
+        self._stop_admission()
+        await self._nothing_held.wait()
+
+    async def aclose(self) -> None:
+        """Stop everything at once, leases included."""
+        self._stop_admission()
+        for timer in (self._wake, self._expiry):
+            if timer is not None:
+                timer.cancel()
+        for backend in self._backends.values():
+            if backend.life is not None:
+                backend.life.stop()
+            if backend.watch is not None:
+                await backend.watch.aclose()
+            self._retire(backend)
+        await asyncio.gather(*self._closing)
+
+    def _stop_admission(self) -> None:
+        self._stopping = True
+        for waiting in list(self._waiting.values()):
+            self._fail(waiting, StoppingError())
+        for event in self._came_up.values():
+            event.set()
+
+    def _refuse_if_stopping(self) -> None:
+        if self._stopping:
+            raise StoppingError
+
+    # -- inside: leases ------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Hand out what the core grants now, and come back when it asks for that."""
+        began, now = time.perf_counter(), self._clock()
+        unused = True
+        while unused:
+            unused = False
+            for lease in self._core.grant(now):
+                waiting = self._waiting.pop(lease.request.id, None)
+                self._hold(lease)
+                if waiting is None or waiting.lease.done():
+                    self._take_back(self._held[lease.request.id], Outcome(Status.CANCELLED, untouched=True))
+                    unused = True
+                    continue
+                waiting.lease.set_result(lease)
+                for observer in self._observers:
+                    observer.granted(lease, time.perf_counter() - began)
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        due = self._core.next_wake(now)
+        if due is not None and not self._stopping:
+            self._wake = asyncio.get_running_loop().call_later(max(0.001, due - now), self._pump)
+
+    def _hold(self, lease: Lease) -> None:
+        life = self._backends[lease.slot.backend].life
+        if life is None:
+            raise AssertionError("the core gave a lease on a backend that is down")
+        held = Held(lease, life, frozenset(ref.slot for ref in (lease.slot, *lease.extra_slots)))
+        self._held[lease.request.id] = held
+        self._nothing_held.clear()
+        life.add(held)
+
+    def _ours(self, request_id: str) -> Held:
+        held = self._held[request_id]
+        if held.left is not None:
+            raise KeyError(request_id)
+        return held
+
+    def _take_back(self, held: Held, outcome: Outcome) -> Report:
+        lease, now = held.lease, self._clock()
+        del self._held[lease.request.id]
+        held.life.remove(held)
+        report = self._core.finish(lease.request.id, outcome, now)
+        for observer in self._observers:
+            observer.finished(lease, report, outcome, now)
+        self._demand(lease.request, -1)
+        if not self._held:
+            self._nothing_held.set()
+        surprised = not report.truth_missing and report.predicted_tokens - report.cached_tokens > _SLACK
+        doubtful = surprised or outcome.engine_error or not held.pinned
+        if doubtful and self._backends[lease.slot.backend].life is held.life:
+            held.life.want()
+        return report
+
+    def _release(self, held: Held, outcome: Outcome) -> Report:
+        report = self._take_back(held, outcome)
+        self._pump()
+        return report
+
+    def _withdraw(self, request_id: str) -> None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            self._core.withdraw(request_id, self._clock())
+            self._demand(waiting.request, -1)
+            self._pump()
+
+    def _fail(self, waiting: _Waiting, error: Exception) -> None:
+        self._withdraw(waiting.request.id)
+        if not waiting.lease.done():
+            waiting.lease.set_exception(error)
+
+    def _demand(self, request: Request, by: int) -> None:
+        now = self._clock()
+        for observer in self._observers:
+            observer.demanded(request.pool, by, now)
+
+    # -- inside: what the engine says of its slots ---------------------------------------------------------
+
+    def slots_seen(
+        self, life: SlotWatch, free: Sequence[tuple[Held, Outcome]], others: Sequence[SlotObservation]
+    ) -> None:
+        """For :class:`SlotWatch`: leases that are over by the engine's word, and a look at other slots."""
+        for held, outcome in free:
+            self._take_back(held, outcome)
+        name = next((b.name for b in self._backends.values() if b.life is life), None)
+        if name is not None:
+            self._core.observe(name, others, self._clock())
+        self._pump()
+
+    def slots_unseen(self, life: SlotWatch, error: Exception) -> None:
+        """For :class:`SlotWatch`: the backend did not answer."""
+        for backend in self._backends.values():
+            if backend.life is life:
+                log.warning("%s; its /slots cannot be asked", error)
+                self.suspect(backend.name)
+
+    # -- inside: backends that come and go -----------------------------------------------------------------
+
+    def _take_down(self, backend: Backend, reason: str) -> None:
+        life = backend.life
+        if life is None:
+            return
+        log.warning("backend %s is down: %s", backend.name, reason)
+        life.stop()
+        backend.life = None
+        if backend.watch is not None and not backend.watch.lasting:
+            backend.watch.stop()
+            backend.watch = None
+        self._core.backend_down(backend.name, self._clock())
+        for held in [held for held in life.held.values() if held.left is not None]:
+            self._take_back(held, held.outcome)
+        self._retire(backend)
+        for observer in self._observers:
+            observer.backend_changed(backend.name, up=False, slots=0, context=0, reason=reason)
+        self._refresh_pool(backend.pool)
+        self._pump()
+
+    def _trust(self, backend: Backend) -> None:
+        """It answers again. It may have been started anew in between, so what its slots hold is looked at."""
+        if backend.life is not None:
+            self._core.backend_admit(backend.name, admit=True)
+            backend.life.want()
+            self._refresh_pool(backend.pool)
+            self._pump()
+
+    def _retire(self, backend: Backend) -> None:
+        client, backend.client = backend.client, None
+        if client is not None:
+            task = asyncio.get_running_loop().create_task(client.aclose())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    def _refresh_pool(self, pool: str) -> None:
+        if any(backend.usable for backend in self._pools[pool]) or self._stopping:
+            self._came_up[pool].set()
+            self._down_since.pop(pool, None)
+        else:
+            self._came_up[pool].clear()
+            self._down_since.setdefault(pool, self._clock())
+        self._arm_expiry()
+
+    def _arm_expiry(self) -> None:
+        """One timer, for the next request that has waited long enough for a pool without a backend."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if not self._down_since:
+            return
+        due = min((self._expires(waiting) for waiting in self._waiting.values()), default=math.inf)
+        if due < math.inf:
+            delay = max(0.0, due - self._clock())
+            self._expiry = asyncio.get_running_loop().call_later(delay, self._expire)
+
+    def _expires(self, waiting: _Waiting) -> float:
+        down = self._down_since.get(waiting.request.pool)
+        return math.inf if down is None else max(down, waiting.since) + self._timing.hold
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for waiting in [one for one in self._waiting.values() if self._expires(one) <= now]:
+            self._fail(waiting, NoBackendError(waiting.request.pool, self._timing.hold))
+        self._arm_expiry()

@@ -1,0 +1,393 @@
+"""The way of one generating request: parsed, rendered, leased, sent, relayed, and its truth written down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from . import errors, prompt
+from .auth import ANYONE, CLIENT
+from .backend import EngineBroke, EngineUnreachable
+from .client import Client, ClientGoneError
+from .core import QueueFullError
+from .dispatcher import NoBackendError, StoppingError
+from .outbox import ClientStalledError, Outbox
+from .stream import TruthReader
+from .values import Outcome, Priority, Request, Route, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from starlette.types import Receive, Scope, Send
+
+    from .backend import EngineResponse
+    from .client import Headers
+    from .config import Limits
+    from .dispatcher import Dispatcher
+    from .errors import RequestError
+    from .metrics import Metrics
+    from .pools import Pools
+    from .values import Lease, Prompt
+
+log = logging.getLogger("warmslot.router")
+
+ATTEMPTS = 5
+"""How often a request of which no byte was sent looks for another lease."""
+
+WHOLE = 8 * 1024 * 1024
+"""Bytes of a non-streaming answer that are held back until it is complete, so that a break can be told."""
+
+_SESSION_LENGTH = 256
+_FATAL = ("compute error", "context size has been exceeded", "invalid input batch", "failed to decode")
+"""The engine's words when decoding failed: it has let go of every slot that was processing."""
+
+_OURS = (b"x-warmslot-", b"x-api-key")
+
+
+@dataclass(slots=True)
+class Passage:
+    """What metrics want to know of one request at its end."""
+
+    route: Route
+    pool: str = "none"
+    backend: str = "none"
+    began: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
+    status: Status = Status.OK
+
+
+@dataclass(frozen=True, slots=True)
+class Shop:
+    """What every handler needs."""
+
+    dispatcher: Dispatcher
+    pools: Pools
+    limits: Limits
+    metrics: Metrics
+    keyed: bool = False
+    """Keys are ours, so they are not sent on."""
+
+    async def attend(
+        self, client: Client, passage: Passage, serve: Callable[[Client, Passage], Awaitable[None]]
+    ) -> None:
+        """Run one request to its end: every failure is told to the client and counted."""
+        limit = self.limits.request_timeout
+        try:
+            async with asyncio.timeout(limit or None):
+                await serve(client, passage)
+        except (ClientGoneError, ClientStalledError):
+            passage.status = Status.CANCELLED
+        except TimeoutError:
+            await self._tell(client, passage, errors.expired(limit))
+        except asyncio.CancelledError:
+            passage.status = Status.CANCELLED
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer
+            await self._tell(client, passage, as_request_error(error, passage))
+        finally:
+            self.metrics.request_ended(passage, time.monotonic())
+
+    @staticmethod
+    async def _tell(client: Client, passage: Passage, error: RequestError) -> None:
+        rejected = error.status < 500 or error.status == 503  # noqa: PLR2004 - status classes
+        passage.status = Status.REJECTED if rejected else Status.ERROR
+        await client.refuse(error)
+
+    def outgoing(self, client: Client) -> Headers:
+        """The client's headers that the engine gets (hop-by-hop ones fall away where they are sent)."""
+        return [
+            (name, value)
+            for name, value in client.scope["headers"]
+            if not name.startswith(_OURS) and not (self.keyed and name == b"authorization")
+        ]
+
+
+@dataclass(slots=True)
+class _Work:
+    """One request on its way."""
+
+    client: Client
+    passage: Passage
+    raw: bytes
+    body: dict[str, Any]
+    outbox: Outbox | None
+    """Where a stream goes; ``None`` for an answer in one piece."""
+
+
+class Generation:
+    """ASGI endpoint of one route whose requests the engine pins to a slot."""
+
+    def __init__(self, shop: Shop, route: Route) -> None:
+        self._shop = shop
+        self._route = route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        await self._shop.attend(Client(scope, receive, send), Passage(self._route), self._serve)
+
+    async def _serve(self, client: Client, passage: Passage) -> None:
+        limits = self._shop.limits
+        raw = await client.body(limits.max_body, limits.body_timeout)
+        await client.unless_gone(self._answer(client, passage, raw))
+
+    async def _answer(self, client: Client, passage: Passage, raw: bytes) -> None:
+        body = prompt.parse(raw)
+        passage.pool = self._shop.pools.of_model(body.get("model"))
+        describe = self._describe(client, passage, body)
+        if not prompt.is_streaming(body):
+            await self._lease_and_send(_Work(client, passage, raw, body, None), describe)
+            return
+        async with Outbox(client, ping=self._shop.limits.ping_interval) as outbox:
+            try:
+                await self._lease_and_send(_Work(client, passage, raw, body, outbox), describe)
+            except (EngineBroke, EngineUnreachable):
+                await outbox.flush(broken=True)
+                raise
+
+    def _describe(
+        self, client: Client, passage: Passage, body: dict[str, Any]
+    ) -> Callable[[Prompt], Request]:
+        """Check what the router acts on, before anything waits."""
+        slots = prompt.slots_needed(body)
+        tokens = prompt.expected_output_tokens(body)
+        keeps = prompt.keeps_prefix(body)
+        order = priority(client)
+        session = client.header(b"x-warmslot-session")
+        if session is not None and len(session) > _SESSION_LENGTH:
+            raise errors.invalid(f"header X-Warmslot-Session: longer than {_SESSION_LENGTH} characters")
+        most = self._shop.pools.most_slots(passage.pool)
+        if most is not None and slots > most:
+            raise errors.invalid(f"n: needs {slots} slots at once, allowed: at most {most}", param="n")
+
+        def request(rendered: Prompt) -> Request:
+            return Request(
+                id=uuid.uuid4().hex,
+                prompt=rendered,
+                pool=passage.pool,
+                route=self._route,
+                client=client.scope.get(CLIENT, ANYONE),
+                priority=order,
+                arrived=passage.began,
+                max_output_tokens=tokens,
+                session=session,
+                slots=slots,
+                keeps_prefix=keeps,
+            )
+
+        return request
+
+    async def _lease_and_send(self, work: _Work, describe: Callable[[Prompt], Request]) -> None:
+        dispatcher = self._shop.dispatcher
+        engine = await dispatcher.engine(work.passage.pool)
+        rendered = await prompt.render(engine, self._route, work.body)
+        for _ in range(ATTEMPTS):
+            lease = await dispatcher.acquire(describe(rendered))
+            work.passage.backend = lease.slot.backend
+            if await Attempt(self._shop, lease, work).run():
+                return
+        raise errors.unavailable("no backend took the request")
+
+
+class Attempt:
+    """One lease used: sends the request, relays the answer, and settles the lease in every case."""
+
+    def __init__(self, shop: Shop, lease: Lease, work: _Work) -> None:
+        self._shop = shop
+        self._dispatcher = shop.dispatcher
+        self._lease = lease
+        self._id = lease.request.id
+        self._work = work
+        self._reader = TruthReader(lease.request.route, work.outbox is not None)
+        self._settled = False
+
+    async def run(self) -> bool:
+        """Whether an answer was given; False if nothing was sent and another lease may be tried."""
+        try:
+            engine = self._dispatcher.client(self._lease)
+            self._dispatcher.sending(self._id)
+            async with engine.open(
+                "POST",
+                self._work.client.scope["path"],
+                self._shop.outgoing(self._work.client),
+                prompt.pin(self._work.raw, self._lease.slot.slot),
+            ) as response:
+                self._dispatcher.started(self._id)
+                await self._relay(response)
+        except EngineUnreachable as error:
+            if not error.sent:
+                self._settled = True
+                self._dispatcher.unsent(self._id)
+                return False
+            self._broke()
+            raise
+        except EngineBroke:
+            self._broke()
+            raise
+        except BaseException:
+            self._leave(Status.CANCELLED)
+            raise
+        if not self._settled:
+            self._broke()
+            raise EngineBroke(self._lease.slot.backend, "its answer ended before it was complete")
+        return True
+
+    # -- the lease -----------------------------------------------------------------------------------------
+
+    def _outcome(self, status: Status) -> Outcome:
+        reader = self._reader
+        began, first = self._work.passage.began, self._work.passage.first_token
+        return Outcome(
+            status=status,
+            cached_tokens=reader.cached_tokens if reader.finished else None,
+            processed_tokens=reader.processed_tokens if reader.finished else None,
+            output_tokens=reader.output_tokens,
+            prefill_seconds=reader.prefill_seconds,
+            decode_seconds=reader.decode_seconds,
+            ttft_seconds=None if first is None else first - began,
+            generated=reader.generated,
+        )
+
+    def _finish(self, outcome: Outcome) -> None:
+        if not self._settled:
+            self._settled = True
+            self._dispatcher.finish(self._id, outcome)
+
+    def _leave(self, status: Status) -> None:
+        """Only the engine can say when the slot is free."""
+        if not self._settled:
+            self._settled = True
+            self._dispatcher.abandon(self._id, self._outcome(status))
+
+    def _broke(self) -> None:
+        self._leave(Status.ERROR)
+        self._dispatcher.suspect(self._lease.slot.backend)
+
+    # -- the answer ----------------------------------------------------------------------------------------
+
+    async def _relay(self, response: EngineResponse) -> None:
+        outbox = self._work.outbox
+        kind = response.header(b"content-type") or b""
+        if outbox is None or not kind.startswith(b"text/event-stream"):
+            await self._relay_whole(response)
+        else:
+            await self._relay_stream(response, outbox)
+
+    async def _relay_stream(self, response: EngineResponse, outbox: Outbox) -> None:
+        client, reader, passage = self._work.client, self._reader, self._work.passage
+        if not client.started:
+            await client.start(response.status, [*response.headers, *self._headers()], streams=True)
+        many = self._lease.request.slots > 1
+        async for chunk in response.chunks():
+            reader.feed(chunk)
+            if passage.first_token is None and reader.first_token:
+                self._saw_first_token()
+            if reader.finished and not many:
+                self._finish_stream()
+            if not outbox.put(chunk):
+                await outbox.room()
+        if reader.finished:
+            self._finish_stream()
+            await outbox.flush()
+            await client.end()
+
+    def _finish_stream(self) -> None:
+        if self._settled:
+            return
+        error = self._reader.error
+        outcome = self._outcome(Status.OK)
+        if error is not None:
+            self._work.passage.status = Status.ERROR
+            outcome = Outcome(Status.ERROR, engine_error=is_fatal(error), output_tokens=outcome.output_tokens)
+        self._finish(outcome)
+
+    async def _relay_whole(self, response: EngineResponse) -> None:
+        client, reader = self._work.client, self._reader
+        reader = self._reader = TruthReader(self._lease.request.route, streaming=False)
+        held: list[bytes] = []
+        size = 0
+        headers = [*response.headers, *self._headers()]
+        async for chunk in response.chunks():
+            reader.feed(chunk)
+            size += len(chunk)
+            held.append(chunk)
+            if size > WHOLE:
+                if not client.started:
+                    await client.start(response.status, headers)
+                for piece in held:
+                    await client.write(piece)
+                held.clear()
+        ok = 200 <= response.status < 300  # noqa: PLR2004 - status classes
+        if ok:
+            self._saw_first_token()
+            outcome = self._outcome(Status.OK)
+        else:
+            self._work.passage.status = Status.ERROR
+            error = reader.error or {}
+            refused = 400 <= response.status < 500 or response.status in {501, 503}  # noqa: PLR2004
+            outcome = Outcome(Status.ERROR, untouched=refused, engine_error=is_fatal(error))
+        self._finish(outcome)
+        rest = b"".join(held)
+        if not client.started:
+            await client.answer(response.status, rest, without_length(headers))
+        elif client.streams:  # a ping has begun the stream: what would have been a status comes as an event
+            await client.end(b"data: " + rest.strip() + b"\n\n")
+        else:
+            await client.end(rest)
+
+    def _saw_first_token(self) -> None:
+        self._work.passage.first_token = time.monotonic()
+        if not self._settled:
+            self._dispatcher.first_token(self._id)
+
+    def _headers(self) -> Headers:
+        lease = self._lease
+        return [
+            (b"x-warmslot-backend", lease.slot.backend.encode()),
+            (b"x-warmslot-slot", b"%d" % lease.slot.slot),
+            (b"x-warmslot-decision", lease.decision.encode()),
+            (b"x-warmslot-predicted-tokens", b"%d" % lease.predicted_tokens),
+        ]
+
+
+def as_request_error(error: Exception, passage: Passage) -> RequestError:
+    """What the client is told of a failure."""
+    match error:
+        case errors.RequestError():
+            return error
+        case prompt.BadRequest():
+            return errors.invalid(error.message, param=error.param)
+        case QueueFullError():
+            return errors.queue_full(error.limit, error.retry_after)
+        case NoBackendError() | StoppingError():
+            return errors.unavailable(str(error))
+        case EngineUnreachable() | EngineBroke():
+            return errors.engine_failed(str(error))
+    log.error("a request of route %s failed", passage.route, exc_info=error)
+    return errors.internal()
+
+
+def priority(client: Client) -> Priority:
+    """The queue class that the client asked for. Raises 400."""
+    given = client.header(b"x-warmslot-priority")
+    if given is None:
+        return Priority.INTERACTIVE
+    try:
+        return Priority(given.strip().lower())
+    except ValueError:
+        allowed = ", ".join(Priority)
+        raise errors.invalid(f"header X-Warmslot-Priority: not known, allowed: {allowed}") from None
+
+
+def is_fatal(error: dict[str, Any]) -> bool:
+    """Whether an engine's error means that decoding failed for every slot that was processing."""
+    message = str(error.get("message", "")).lower()
+    return any(words in message for words in _FATAL)
+
+
+def without_length(headers: Headers) -> Headers:
+    """Without ``Content-Length``, which whoever sends the whole body writes anew."""
+    return [pair for pair in headers if pair[0].lower() != b"content-length"]

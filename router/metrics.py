@@ -1,0 +1,368 @@
+"""The router's own metrics; the only importer of ``prometheus_client``.
+
+Every series of a known label set exists from the first scrape. Labels are bounded: names from the
+configuration and enums; any other client is ``other``. ``none`` stands for a backend or pool that a request
+never came to.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from .auth import ANYONE
+from .curves import BLOCK_NAMES, LEVEL_NAMES, DecodeLevels, DemandClock, PrefillCurve
+from .values import Decision, Loss, Route, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from .dispatcher import Dispatcher
+    from .generation import Passage
+    from .values import Lease, Outcome, Report, SlotRef
+
+NONE = "none"
+"""Label value of a request that came to no backend, or to no pool."""
+
+REUSE = ("cached", "processed")
+SELECTIONS = ("id", "lcp", "lru")
+RESTARTS = ("exited", "health", "replaced", "stopped")
+
+_FIRST_TOKEN = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
+_DURATION = (*_FIRST_TOKEN, 300, 600)
+_QUEUE = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 300)
+_PER_TOKEN = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+_DECISION = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
+
+
+class Metrics:
+    """Counts what the dispatcher and the handlers tell. Lives on the event loop; only :meth:`text` may not.
+
+    ``pools`` maps each pool to its backends, ``slots`` a backend to its slot count where that is known before
+    it starts, ``clients`` are the names that the ``client`` label may take beside ``other``.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[str, Sequence[str]],
+        *,
+        slots: Mapping[str, int] | None = None,
+        clients: Iterable[str] = (),
+        now: float | None = None,
+    ) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self._pools = {pool: list(names) for pool, names in pools.items()}
+        self._pool_of = {name: pool for pool, names in pools.items() for name in names}
+        self._clients = {*clients, ANYONE}
+        start = time.monotonic() if now is None else now
+        self._curves = {name: PrefillCurve() for name in self._pool_of}
+        self._levels = {name: DecodeLevels(start) for name in self._pool_of}
+        self._demand = {pool: DemandClock(start) for pool in pools}
+        self._exported: dict[tuple[object, ...], float] = {}
+        self._busy_since: dict[SlotRef, float] = {}
+        self._went_down: dict[str, str] = {}
+        self._define()
+        self._create_known(slots or {})
+
+    def text(self) -> bytes:
+        """The exposition in Prometheus' text format. May run in another thread."""
+        return generate_latest(self.registry)
+
+    # -- definitions ---------------------------------------------------------------------------------------
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"warmslot_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"warmslot_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"warmslot_{name}", text, labels, registry=self.registry, buckets=buckets)
+
+    def _define(self) -> None:
+        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        self.requests = counter(
+            "requests_total", "Requests by how they ended.", "pool", "backend", "route", "outcome"
+        )
+        self.prompt_tokens = counter(
+            "prompt_tokens_total",
+            "Prompt tokens presented, by whether the engine reused or processed them.",
+            *("pool", "backend", "route", "reuse"),
+        )
+        self.client_tokens = counter("client_prompt_tokens_total", "The same by client.", "client", "reuse")
+        self.slot_tokens = counter(
+            "slot_prompt_tokens_total", "The same by slot.", "backend", "slot", "reuse"
+        )
+        self.predicted = counter(
+            "predicted_reuse_tokens_total", "Tokens that were expected to be reused when routed.", "backend"
+        )
+        self.recomputed = counter(
+            "recomputed_tokens_total", "Processed prompt tokens, by why.", "backend", "reason"
+        )
+        self.output = counter("output_tokens_total", "Generated tokens.", "backend", "route")
+        self.decisions = counter(
+            "routing_decisions_total", "Leases, by why their slot was chosen.", "backend", "decision"
+        )
+        self.selections = counter(
+            "engine_slot_selections_total", "Slot selections told by the engine's own log.", "backend", "by"
+        )
+        self.ttft = histogram(
+            "time_to_first_token_seconds",
+            "From a request's arrival to its first token (a whole answer counts as one).",
+            _FIRST_TOKEN,
+            *("backend", "route"),
+        )
+        self.duration = histogram(
+            "request_duration_seconds",
+            "From arrival to the end of the answer.",
+            _DURATION,
+            "backend",
+            "route",
+        )
+        self.queue = histogram(
+            "queue_seconds", "From arrival to the lease of a slot.", _QUEUE, "pool", "route"
+        )
+        self.per_token = histogram(
+            "time_per_output_token_seconds", "Decode time per generated token.", _PER_TOKEN, "backend"
+        )
+        self.decision = histogram("decision_seconds", "What finding a lease took.", _DECISION)
+        self.prefill_seconds = counter(
+            "prefill_seconds_total", "Time that engines spent on prompts.", "backend"
+        )
+        self.decode_seconds = counter(
+            "decode_seconds_total", "Time that engines spent on generating.", "backend"
+        )
+        self.position_tokens = counter(
+            "prefill_position_tokens_total",
+            "Processed prompt tokens by their position: block is its upper bound.",
+            *("backend", "block"),
+        )
+        self.position_seconds = counter(
+            "prefill_position_seconds_total", "Prefill time by position.", "backend", "block"
+        )
+        self.avoided = counter(
+            "prefill_seconds_avoided_total",
+            "What the reused tokens would have cost at their positions.",
+            "backend",
+        )
+        self.slot_busy = counter("slot_busy_seconds_total", "Time under lease.", "backend", "slot")
+        self.demand = counter(
+            "demand_seconds_total", "Time with so many requests in flight or queued.", "pool", "level"
+        )
+        self.level_tokens = counter(
+            "decode_level_tokens_total", "Tokens decoded while so many requests decoded.", "backend", "busy"
+        )
+        self.level_seconds = counter(
+            "decode_level_seconds_total", "Time while so many requests decoded.", "backend", "busy"
+        )
+        self.queued = gauge("queue_requests", "Requests that wait for a lease.", "pool")
+        self.inflight = gauge("inflight_requests", "Leases that are out.", "backend")
+        self.up = gauge("backend_up", "1 while the backend serves.", "backend")
+        self.slots = gauge("backend_slots", "Slots of the backend; 0 while it is down.", "backend")
+        self.context = gauge("slot_context_tokens", "Tokens that one slot can hold.", "backend")
+        self.resident = gauge(
+            "slot_resident_tokens", "Tokens known to be in the slot's cache.", "backend", "slot"
+        )
+        self.restarts = counter(
+            "backend_restarts_total", "Times that it came back, by why it had gone.", "backend", "reason"
+        )
+        self.truth_missing = counter("truth_missing_total", "Answers without timings.", "backend")
+        self.overflow = counter(
+            "label_overflow_total", "Values of a label that were folded into 'other'.", "label"
+        )
+
+    def _create_known(self, slots: Mapping[str, int]) -> None:
+        self.overflow.labels("client")
+        for status in Status:
+            self.requests.labels(NONE, NONE, Route.OTHER, status)
+        for client in sorted(self._clients):
+            for reuse in REUSE:
+                self.client_tokens.labels(client, reuse)
+        for pool, names in self._pools.items():
+            self.queued.labels(pool)
+            for level in LEVEL_NAMES:
+                self.demand.labels(pool, level)
+            for route in Route:
+                self.queue.labels(pool, route)
+                for status in Status:
+                    self.requests.labels(pool, NONE, route, status)
+            for name in names:
+                self._create_backend(pool, name)
+                for slot in range(slots.get(name, 0)):
+                    self._create_slot(name, slot)
+
+    def _create_backend(self, pool: str, name: str) -> None:
+        for one in (
+            *(self.predicted, self.per_token, self.prefill_seconds, self.decode_seconds, self.avoided),
+            *(self.inflight, self.up, self.slots, self.context, self.truth_missing),
+        ):
+            one.labels(name)
+        for route in Route:
+            for vector in (self.output, self.ttft, self.duration):
+                vector.labels(name, route)
+            for status in Status:
+                self.requests.labels(pool, name, route, status)
+            for reuse in REUSE:
+                self.prompt_tokens.labels(pool, name, route, reuse)
+        for counter, values in (
+            (self.recomputed, tuple(Loss)),
+            (self.decisions, tuple(Decision)),
+            (self.selections, SELECTIONS),
+            (self.position_tokens, BLOCK_NAMES),
+            (self.position_seconds, BLOCK_NAMES),
+            (self.level_tokens, LEVEL_NAMES[1:]),
+            (self.level_seconds, LEVEL_NAMES[1:]),
+            (self.restarts, RESTARTS),
+        ):
+            for value in values:
+                counter.labels(name, value)
+
+    def _create_slot(self, backend: str, slot: int) -> None:
+        self.slot_busy.labels(backend, str(slot))
+        self.resident.labels(backend, str(slot))
+        for reuse in REUSE:
+            self.slot_tokens.labels(backend, str(slot), reuse)
+
+    # -- told by the handlers ------------------------------------------------------------------------------
+
+    def request_ended(self, passage: Passage, now: float) -> None:
+        """A client's request is over, however it ended."""
+        self.requests.labels(passage.pool, passage.backend, passage.route, passage.status).inc()
+        if passage.backend == NONE:
+            return
+        self.duration.labels(passage.backend, passage.route).observe(now - passage.began)
+        if passage.first_token is not None:
+            self.ttft.labels(passage.backend, passage.route).observe(passage.first_token - passage.began)
+
+    # -- told by the dispatcher ----------------------------------------------------------------------------
+
+    def demanded(self, pool: str, by: int, now: float) -> None:
+        """So many more requests are in flight or queued."""
+        self._demand[pool].change(by, now)
+
+    def granted(self, lease: Lease, decision_seconds: float) -> None:
+        """A lease was given out."""
+        request = lease.request
+        self.decision.observe(decision_seconds)
+        self.decisions.labels(lease.slot.backend, lease.decision).inc()
+        self.queue.labels(request.pool, request.route).observe(max(0.0, lease.granted - request.arrived))
+        for ref in (lease.slot, *lease.extra_slots):
+            self._busy_since[ref] = lease.granted
+
+    def decoding(self, lease: Lease, now: float) -> None:
+        """A leased request has its first token."""
+        self._levels[lease.slot.backend].begin(lease.request.id, now)
+
+    def finished(self, lease: Lease, report: Report, outcome: Outcome, now: float) -> None:
+        """A lease was taken back."""
+        backend, request = lease.slot.backend, report.request
+        for ref in (lease.slot, *lease.extra_slots):
+            self._count_busy(ref, now)
+            self._busy_since.pop(ref, None)
+        self._levels[backend].end(request.id, report.output_tokens, now)
+        self.output.labels(backend, request.route).inc(report.output_tokens)
+        if outcome.decode_seconds > 0:
+            self.decode_seconds.labels(backend).inc(outcome.decode_seconds)
+            if report.output_tokens:
+                self.per_token.labels(backend).observe(outcome.decode_seconds / report.output_tokens)
+        if not report.truth_missing:
+            self._count_prompt(report, outcome)
+        elif outcome.status is Status.OK and request.pinned:
+            self.truth_missing.labels(backend).inc()
+
+    def _count_prompt(self, report: Report, outcome: Outcome) -> None:
+        request, backend = report.request, report.slot.backend
+        client = request.client
+        if client not in self._clients:
+            self.overflow.labels("client").inc()
+            client = ANYONE
+        for reuse, tokens in zip(REUSE, (report.cached_tokens, report.processed_tokens), strict=True):
+            self.prompt_tokens.labels(request.pool, backend, request.route, reuse).inc(tokens)
+            self.client_tokens.labels(client, reuse).inc(tokens)
+            self.slot_tokens.labels(backend, str(report.slot.slot), reuse).inc(tokens)
+        self.predicted.labels(backend).inc(report.predicted_tokens)
+        for reason, tokens in report.losses.items():
+            self.recomputed.labels(backend, reason).inc(tokens)
+        self.prefill_seconds.labels(backend).inc(outcome.prefill_seconds)
+        curve, cached = self._curves[backend], report.cached_tokens
+        if report.processed_tokens:
+            end = cached + report.processed_tokens
+            for index, tokens, seconds in curve.learn(cached, end, outcome.prefill_seconds):
+                self.position_tokens.labels(backend, BLOCK_NAMES[index]).inc(tokens)
+                self.position_seconds.labels(backend, BLOCK_NAMES[index]).inc(seconds)
+        self.avoided.labels(backend).inc(curve.cost(0, cached))
+
+    def backend_changed(self, backend: str, *, up: bool, slots: int, context: int, reason: str) -> None:
+        """A backend came up or went down."""
+        self.up.labels(backend).set(1 if up else 0)
+        self.slots.labels(backend).set(slots)
+        self.context.labels(backend).set(context)
+        if up:
+            for slot in range(slots):
+                self._create_slot(backend, slot)
+            if (went := self._went_down.pop(backend, None)) is not None:
+                self.restarts.labels(backend, went).inc()
+        else:
+            self._went_down[backend] = _restart_reason(reason)
+
+    def engine_selected(self, backend: str, by: str) -> None:
+        """The engine's log told how it chose a slot."""
+        if by in SELECTIONS:
+            self.selections.labels(backend, by).inc()
+
+    # -- before a scrape -----------------------------------------------------------------------------------
+
+    def refresh(self, dispatcher: Dispatcher, now: float | None = None) -> None:
+        """Bring gauges, and counters of time that runs on, up to date."""
+        now = time.monotonic() if now is None else now
+        inflight = dict.fromkeys(self._pool_of, 0)
+        for held in dispatcher.held().values():
+            inflight[held.lease.slot.backend] += 1
+        for backend, count in inflight.items():
+            self.inflight.labels(backend).set(count)
+        for pool, clock in self._demand.items():
+            self.queued.labels(pool).set(dispatcher.queued(pool))
+            clock.settle(now)
+            self._catch_up(self.demand, (pool,), LEVEL_NAMES, clock.seconds)
+        for backend, levels in self._levels.items():
+            levels.settle(now)
+            self._catch_up(self.level_seconds, (backend,), LEVEL_NAMES[1:], levels.seconds[1:])
+            self._catch_up(self.level_tokens, (backend,), LEVEL_NAMES[1:], levels.tokens[1:])
+        for ref in list(self._busy_since):
+            self._count_busy(ref, now)
+        seen = {view.ref: view.resident_tokens for view in dispatcher.slots()}
+        for ref, tokens in seen.items():
+            self.resident.labels(ref.backend, str(ref.slot)).set(tokens)
+
+    def _count_busy(self, ref: SlotRef, now: float) -> None:
+        since = self._busy_since.get(ref)
+        if since is not None:
+            self.slot_busy.labels(ref.backend, str(ref.slot)).inc(max(0.0, now - since))
+            self._busy_since[ref] = now
+
+    def _catch_up(
+        self, counter: Counter, labels: tuple[str, ...], names: Sequence[str], sums: Sequence[float]
+    ) -> None:
+        for name, value in zip(names, sums, strict=True):
+            key = (counter, *labels, name)
+            gain = value - self._exported.get(key, 0.0)
+            if gain > 0:
+                counter.labels(*labels, name).inc(gain)
+                self._exported[key] = value
+
+
+def _restart_reason(reason: str) -> str:
+    """One of :data:`RESTARTS` for the words with which a backend went down."""
+    if reason.startswith(("/health", "no answer")):
+        return "health"
+    return reason if reason in {"replaced", "stopped"} else "exited"

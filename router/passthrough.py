@@ -1,0 +1,212 @@
+"""Every other route: sent to a backend of the pool as it is, and its answer back as it is.
+
+What may use a slot of the engine's own choice gets a lease for as long as it runs, so that no request of ours
+meets it in the same slot. What uses none needs no lease.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from . import errors
+from .auth import ANYONE, CLIENT
+from .backend import EngineBroke, EngineUnreachable
+from .client import Client
+from .generation import ATTEMPTS, Passage, priority
+from .outbox import Outbox
+from .values import Outcome, Prompt, Request, Route, Status
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from .backend import EngineClient
+    from .generation import Shop
+    from .values import Lease
+
+_ROUTES = {
+    "/infill": Route.INFILL,
+    "/responses": Route.RESPONSES,
+    "/v1/responses": Route.RESPONSES,
+    "/v1/messages": Route.MESSAGES,
+    "/embedding": Route.EMBEDDINGS,
+    "/embeddings": Route.EMBEDDINGS,
+    "/v1/embeddings": Route.EMBEDDINGS,
+    "/rerank": Route.RERANK,
+    "/reranking": Route.RERANK,
+    "/v1/rerank": Route.RERANK,
+    "/v1/reranking": Route.RERANK,
+}
+"""Labels of the engine's routes that use a slot; all others are ``other``."""
+
+_NO_SLOT = frozenset(
+    {
+        "/apply-template",
+        "/chat/completions/input_tokens",
+        "/detokenize",
+        "/lora-adapters",
+        "/props",
+        "/responses/input_tokens",
+        "/tokenize",
+        "/v1/chat/completions/input_tokens",
+        "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
+    }
+)
+"""``POST`` routes that touch no slot."""
+
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One request on its way."""
+
+    client: Client
+    passage: Passage
+    raw: bytes
+
+
+class Passthrough:
+    """ASGI endpoint of all routes that have none of their own."""
+
+    def __init__(self, shop: Shop) -> None:
+        self._shop = shop
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        passage = Passage(_ROUTES.get(scope["path"], Route.OTHER))
+        await self._shop.attend(Client(scope, receive, send), passage, self._serve)
+
+    async def _serve(self, client: Client, passage: Passage) -> None:
+        limits = self._shop.limits
+        raw = await client.body(limits.max_body, limits.body_timeout)
+        await client.unless_gone(self._answer(client, passage, raw))
+
+    async def _answer(self, client: Client, passage: Passage, raw: bytes) -> None:
+        scope = client.scope
+        method, path = scope["method"], scope["path"]
+        if path.startswith("/slots/") and method not in _READING:
+            raise errors.RequestError(
+                403,
+                "permission_error",
+                "slots: actions from clients are switched off, they would change what slots hold",
+                code="slot_actions_off",
+            )
+        passage.pool = self._shop.pools.of_model(_object(raw).get("model"))
+        send = self._without_slot if method in _READING or path in _NO_SLOT else self._with_slot
+        for _ in range(ATTEMPTS):
+            if await send(_Work(client, passage, raw)):
+                return
+        raise errors.unavailable("no backend took the request")
+
+    async def _without_slot(self, work: _Work) -> bool:
+        engine = await self._shop.dispatcher.engine(work.passage.pool)
+        work.passage.backend = engine.name
+        try:
+            await self._send(engine, work, None)
+        except EngineUnreachable as error:
+            self._shop.dispatcher.suspect(engine.name)
+            if not error.sent:
+                return False
+            raise
+        return True
+
+    async def _with_slot(self, work: _Work) -> bool:
+        dispatcher = self._shop.dispatcher
+        lease = await dispatcher.acquire(
+            Request(
+                id=uuid.uuid4().hex,
+                prompt=Prompt.of(b""),
+                pool=work.passage.pool,
+                route=work.passage.route,
+                client=work.client.scope.get(CLIENT, ANYONE),
+                priority=priority(work.client),
+                arrived=work.passage.began,
+                pinned=False,
+                keeps_prefix=False,
+            )
+        )
+        work.passage.backend = lease.slot.backend
+        try:
+            engine = dispatcher.client(lease)
+            dispatcher.sending(lease.request.id)
+            await self._send(engine, work, lease)
+        except EngineUnreachable as error:
+            if not error.sent:
+                dispatcher.unsent(lease.request.id)
+                return False
+            self._leave(lease, Status.ERROR)
+            raise
+        except EngineBroke:
+            self._leave(lease, Status.ERROR)
+            raise
+        except BaseException:
+            self._leave(lease, Status.CANCELLED)
+            raise
+        return True
+
+    def _leave(self, lease: Lease, status: Status) -> None:
+        """Unless it is finished, only the engine can say when it is over."""
+        dispatcher = self._shop.dispatcher
+        if lease.request.id in dispatcher.held():
+            dispatcher.abandon(lease.request.id, Outcome(status))
+            if status is Status.ERROR:
+                dispatcher.suspect(lease.slot.backend)
+
+    async def _send(self, engine: EngineClient, work: _Work, lease: Lease | None) -> None:
+        """Relay one exchange; a lease is finished when the answer's last byte has come."""
+        shop, client = self._shop, work.client
+        method = client.scope["method"]
+        body = work.raw if work.raw or method not in _READING else None
+        own = [(b"x-warmslot-backend", engine.name.encode())]
+        if lease is not None:
+            own.append((b"x-warmslot-decision", lease.decision.encode()))
+        async with (
+            Outbox(client) as outbox,
+            engine.open(method, target(client.scope), shop.outgoing(client), body) as response,
+        ):
+            if lease is not None:
+                shop.dispatcher.started(lease.request.id)
+            kind = response.header(b"content-type") or b""
+            streams = kind.startswith(b"text/event-stream")
+            await client.start(response.status, [*response.headers, *own], streams=streams)
+            if response.status >= 400:  # noqa: PLR2004 - status classes
+                work.passage.status = Status.ERROR
+            try:
+                async for chunk in response.chunks():
+                    if not outbox.put(chunk):
+                        await outbox.room()
+            except EngineBroke:
+                if streams:
+                    await outbox.flush(broken=True)
+                raise
+            if lease is not None:
+                refused = 400 <= response.status < 500  # noqa: PLR2004 - status classes
+                shop.dispatcher.finish(lease.request.id, Outcome(work.passage.status, untouched=refused))
+            await outbox.flush()
+            await client.end()
+
+
+def target(scope: Scope) -> str:
+    """The request's path and query as the client wrote them. Raises 400 where HTTP would not take them."""
+    raw = scope.get("raw_path") or scope["path"].encode()
+    query = scope["query_string"]
+    whole = raw + (b"?" + query if query else b"")
+    if any(byte <= 0x20 or byte >= 0x7F for byte in whole):  # noqa: PLR2004 - printable ASCII
+        raise errors.invalid("path: holds a character that has to be percent-encoded")
+    return str(whole, "ascii")
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """The body if it is a JSON object, an empty one for any other: what it means is the engine's to say."""
+    if raw.lstrip()[:1] != b"{":
+        return {}
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return {}
+    return body if isinstance(body, dict) else {}

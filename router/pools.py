@@ -1,0 +1,65 @@
+"""Which pool a model name leads to, and what clients are told of the pools."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from . import errors
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .dispatcher import Dispatcher
+
+
+class Pools:
+    """The pools of a configuration, by every name that clients may use."""
+
+    def __init__(self, config: Config, dispatcher: Dispatcher) -> None:
+        self._config = config
+        self._dispatcher = dispatcher
+        self._by_name = {name: pool.name for pool in config.pools for name in (pool.name, *pool.aliases)}
+        self._catches_all = any(pool.default for pool in config.pools)
+        self.default = config.default_pool.name
+        self._created = int(time.time())
+
+    def of_model(self, model: object) -> str:
+        """The pool that a body's ``model`` names; the default pool where it names none.
+
+        An unknown name is a 404 unless a pool is marked as the default: then that one takes it.
+        """
+        if model is None or model == "":
+            return self.default
+        if not isinstance(model, str):
+            raise errors.invalid("model: must be a string", param="model")
+        pool = self._by_name.get(model)
+        if pool is None and not self._catches_all:
+            raise errors.unknown_model(self._by_name)
+        return pool or self.default
+
+    def most_slots(self, pool: str) -> int | None:
+        """The slots of the pool's largest backend; ``None`` while nothing of it is up."""
+        return max((b.slots for b in self._dispatcher.pools[pool] if b.up), default=None)
+
+    def listing(self) -> dict[str, Any]:
+        """The body of ``GET /v1/models``: an entry for each pool, with the context that a slot really has."""
+        return {
+            "object": "list",
+            "data": [self._entry(pool.name, pool.aliases) for pool in self._config.pools],
+        }
+
+    def _entry(self, name: str, aliases: tuple[str, ...]) -> dict[str, Any]:
+        up = [backend for backend in self._dispatcher.pools[name] if backend.up]
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "llamacpp",
+            "aliases": list(aliases),
+            "meta": {
+                "n_ctx": min((backend.context for backend in up), default=None),
+                "slots": sum(backend.slots for backend in up),
+                "backends_up": len(up),
+                "default": name == self.default,
+            },
+        }
