@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_ALL_LAYERS = -2
-"""How the engine spells ``--gpu-layers all``."""
+_LAYERS = {"auto": -1, "all": -2}
+"""How the engine's parameters spell these values of ``--gpu-layers``."""
 
 _COLUMN = 40
 """Where explanations begin in the help."""
@@ -77,7 +77,12 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
 
 
 def _layers(text: str) -> int:
-    return {"auto": -1, "all": _ALL_LAYERS}.get(text) or int(text)
+    if text in _LAYERS:
+        return _LAYERS[text]
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("a whole number, auto or all") from None
 
 
 def _folder(text: str) -> str:

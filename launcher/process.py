@@ -11,7 +11,9 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+import threading
 from collections import deque
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -112,47 +114,68 @@ MAX_LINE = 16 * 1024
 _TAIL = 60
 """Lines of output kept for the explanation of a failure."""
 
-_CHUNK = 64 * 1024
-_READERS_GRACE = 2.0
+_LATE = 2.0
 """Seconds that output may still come after the process group is gone."""
 
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
 
 
+class _Output(asyncio.Protocol):
+    """Cuts what comes out of a pipe into lines. Reads as fast as the child writes, whatever the lines are."""
+
+    def __init__(self, on_line: Callable[[bytes], None]) -> None:
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_line = on_line
+        self._rest = b""
+
+    def data_received(self, data: bytes) -> None:
+        """Hand over the lines that are complete; of an endless one only the beginning is kept."""
+        *lines, rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._on_line(line)
+        self._rest = rest[: MAX_LINE + 1]
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002 - an end is an end
+        """The last writer is gone."""
+        if self._rest:
+            self._on_line(self._rest)
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
 class Child:
     """A running engine: its output as lines, its end as a future.
 
     Made by :meth:`spawn` only. Its whole process group is killed when its first process ends, so that an
-    engine behind a wrapper script does not outlive it.
+    engine behind a wrapper script does not outlive it. (asyncio's own subprocesses count as running until
+    the last holder of their pipes is gone: with them such an engine would hide the end of its wrapper.)
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, on_line: Callable[[LogLine], None]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], on_line: Callable[[LogLine], None]) -> None:
         self.pid = process.pid
         self.tail: deque[LogLine] = deque(maxlen=_TAIL)
         self._process = process
         self._on_line = on_line
         self._announced: str | None = None
-        self._readers = [
-            asyncio.create_task(self._read(pipe), name=f"output of {self.pid}")
-            for pipe in (process.stdout, process.stderr)
-            if pipe is not None
-        ]
-        self.exited: asyncio.Task[int] = asyncio.create_task(self._reap(), name=f"exit of {self.pid}")
+        self.exited: asyncio.Task[int] = asyncio.create_task(self._attend(), name=f"process {self.pid}")
         """Done when the process is gone and all of its output was read; the result is the exit status,
         negative for a signal."""
 
     @classmethod
-    async def spawn(cls, command: Command, on_line: Callable[[LogLine], None]) -> Child:
-        """Start ``command``; ``on_line`` gets each line of output and must return at once. Raises OSError."""
-        process = await asyncio.create_subprocess_exec(
-            *command.argv,
+    def spawn(cls, command: Command, on_line: Callable[[LogLine], None]) -> Child:
+        """Start ``command``; ``on_line`` gets each line of output and must return at once. Raises OSError.
+
+        Belongs on the main thread: the system ties the parent-death signal to the thread that forks.
+        """
+        process = subprocess.Popen(  # noqa: S603 - the program is the operator's own choice
+            command.argv,
             env=dict(command.env),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=_die_with_parent(os.getpid()),  # noqa: PLW1509 - two system calls, made ready before
         )
         return cls(process, on_line)
 
@@ -194,24 +217,29 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
-    async def _reap(self) -> int:
-        status = await self._process.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        _, late = await asyncio.wait(self._readers, timeout=_READERS_GRACE)
-        for reader in late:  # somebody outside the group holds the pipe
-            reader.cancel()
-        return status
+    async def _attend(self) -> int:
+        """Read until the process is gone, then see to what it leaves."""
+        loop = asyncio.get_running_loop()
+        gone: asyncio.Future[int] = loop.create_future()
+        threading.Thread(target=self._wait, args=(loop, gone), daemon=True, name=f"wait {self.pid}").start()
+        transport, output = await loop.connect_read_pipe(lambda: _Output(self._line), self._process.stdout)
+        try:
+            return await gone
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            await asyncio.wait({output.closed}, timeout=_LATE)  # longer only if a stranger holds the pipe
+            transport.close()
 
-    async def _read(self, pipe: asyncio.StreamReader) -> None:
-        rest = b""
-        while chunk := await pipe.read(_CHUNK):
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                self._line(line)
-            rest = rest[: MAX_LINE + 1]
-        if rest:
-            self._line(rest)
+    def _wait(self, loop: asyncio.AbstractEventLoop, gone: asyncio.Future[int]) -> None:
+        status = self._process.wait()
+
+        def tell() -> None:
+            if not gone.done():
+                gone.set_result(status)
+
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody asks any more
+            loop.call_soon_threadsafe(tell)
 
     def _line(self, raw: bytes) -> None:
         cut = "…" if len(raw) > MAX_LINE else ""
@@ -280,7 +308,9 @@ def explain_exit(status: int, tail: deque[LogLine]) -> tuple[str, bool]:
 
     The engine's most telling line is its first error that is not a mere echo of another.
     """
-    errors = [line.message.strip() for line in tail if line.level is Level.ERROR or _plain_error(line)]
+    errors = [
+        " ".join(line.message.split()) for line in tail if line.level is Level.ERROR or _plain_error(line)
+    ]
     telling = [text for text in errors if not any(generic in text for generic in _GENERIC)]
     said = (telling or errors or [""])[0]
     hopeless = any(mark in text for text in errors for mark in _HOPELESS)

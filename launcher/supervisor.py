@@ -99,7 +99,7 @@ class Restarts:
         self._streak = 0
 
     def crashed(self, now: float, ready_for: float = 0.0) -> float | None:
-        """Note a crash after ``ready_for`` seconds of service: the wait until a restart, ``None``: give up."""
+        """Note a crash after ``ready_for`` seconds of service: the wait for a restart, ``None``: give up."""
         policy = self._policy
         if ready_for >= policy.forgive:
             self.clear()
@@ -293,7 +293,7 @@ class _Runner:
             )
             if command.left_out and not self.status.restarts:
                 self._watcher.left_out(self.status.name, command.left_out)
-            child = await Child.spawn(command, self._on_line)
+            child = Child.spawn(command, self._on_line)
         except (ModelError, CommandError) as error:
             self._step(Event.EXITED, str(error))
             return _End(str(error), hopeless=True)

@@ -109,15 +109,31 @@ def _find(kind: EngineKind) -> Engine:
 
 
 @pytest.fixture(scope="session", params=list(EngineKind), ids=lambda kind: kind.value)
-def engine(request: pytest.FixtureRequest) -> Iterator[RunningEngine]:
+def engine_binary(request: pytest.FixtureRequest) -> Engine:
+    """An engine to start, one kind after the other."""
     kind: EngineKind = request.param
-    required = kind.value in os.environ.get("WARMSLOT_REQUIRE_ENGINES", "").split(",")
     try:
-        running = RunningEngine(_find(kind), demo_model())
-    except (EngineError, ModelError) as error:
-        if required:
+        return _find(kind)
+    except EngineError as error:
+        if kind.value in os.environ.get("WARMSLOT_REQUIRE_ENGINES", "").split(","):
             raise
         pytest.skip(f"{kind.value} engine: {error}")
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """The demo model."""
+    try:
+        return demo_model()
+    except ModelError as error:
+        if os.environ.get("WARMSLOT_REQUIRE_ENGINES"):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def engine(engine_binary: Engine, model: Path) -> Iterator[RunningEngine]:
+    running = RunningEngine(engine_binary, model)
     yield running
     running.stop()
 
@@ -133,5 +149,5 @@ async def engine_client(engine: RunningEngine) -> AsyncIterator[EngineClient]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything here that takes a real engine carries the marker."""
     for item in items:
-        if "engine" in getattr(item, "fixturenames", ()):
+        if "engine_binary" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.engine)
