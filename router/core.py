@@ -10,19 +10,19 @@ After any call, ask ``grant`` for what may start now and ``next_wake`` for when 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from . import losses, placement, scheduler
-from .placement import SlotFacts
-from .rates import Rates
-from .residency import Residency, SlotState
-from .scheduler import CoreSettings, Waiting, in_flight_limit
-from .values import Decision, Lease, Report, SlotRef, SlotView, Status
+from .pool import Active, Backend, Pool
+from .scheduler import CoreSettings, in_flight_limit
+from .values import Decision, Lease, Loss, Report, SlotRef, SlotView, Status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from .placement import Choice
+    from .residency import Residency, SlotState
+    from .scheduler import Picked, Waiting
     from .values import Outcome, Request, SlotObservation
 
 __all__ = ["Core", "CoreSettings", "QueueFullError", "RouterCore"]
@@ -86,48 +86,13 @@ class Core(Protocol):
         """Every slot of every backend, for status pages and metrics."""
 
 
-@dataclass(slots=True)
-class _Backend:
-    name: str
-    pool: str
-    slots: int
-    context: int
-    admit: bool = True
-    rates: Rates = field(default_factory=Rates)
-    active: dict[str, _Active] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Active:
-    """A lease that is out."""
-
-    lease: Lease
-    backend: _Backend
-    submitted: float
-    best_tokens: int
-    """The most tokens of the prompt that any slot held when the lease was given."""
-    decoding: bool = False
-    wiped: bool = False
-    """The engine lost what its slots held while this ran."""
-
-
-@dataclass(slots=True)
-class _Pool:
-    name: str
-    settings: CoreSettings
-    residency: Residency = field(default_factory=Residency)
-    backends: dict[str, _Backend] = field(default_factory=dict)
-    waiting: dict[str, Waiting] = field(default_factory=dict)
-    arrivals: int = 0
-
-
 class RouterCore:
     """The core for a set of pools. See :class:`Core` for the contract of each method."""
 
     def __init__(self, pools: Mapping[str, CoreSettings]) -> None:
-        self._pools = {name: _Pool(name, settings) for name, settings in pools.items()}
-        self._backends: dict[str, _Backend] = {}
-        self._active: dict[str, _Active] = {}
+        self._pools = {name: Pool(name, settings) for name, settings in pools.items()}
+        self._backends: dict[str, Backend] = {}
+        self._active: dict[str, Active] = {}
 
     # Backends
 
@@ -137,7 +102,7 @@ class RouterCore:
         """A backend serves now. Coming up again replaces what was known of it."""
         if backend in self._backends:
             self.backend_down(backend, now)
-        state = _Backend(backend, pool, slots, context)
+        state = Backend(backend, pool, slots, context)
         self._backends[backend] = state
         owner = self._pools[pool]
         owner.backends[backend] = state
@@ -146,14 +111,15 @@ class RouterCore:
 
     def backend_down(self, backend: str, now: float) -> None:
         """A backend is gone. Unknown backends are ignored."""
-        del now
         state = self._backends.pop(backend, None)
         if state is None:
             return
         pool = self._pools[state.pool]
         del pool.backends[backend]
-        for slot in range(state.slots):
-            pool.residency.remove(SlotRef(backend, slot))
+        for index in range(state.slots):
+            ref = SlotRef(backend, index)
+            pool.lose(pool.residency.slots[ref], Loss.RESTARTED, now)
+            pool.residency.remove(ref)
         for active in state.active.values():
             active.wiped = True
 
@@ -166,39 +132,39 @@ class RouterCore:
     def submit(self, request: Request, now: float) -> None:
         """Queue a request. Raises KeyError for an unknown pool, ValueError for an id in use."""
         pool = self._pools[request.pool]
-        if request.id in pool.waiting or request.id in self._active:
+        if request.id in self._active or any(request.id in other.entries for other in self._pools.values()):
             raise ValueError(f"request id {request.id!r} is in use already")
-        if len(pool.waiting) >= pool.settings.max_queue:
+        if len(pool.entries) >= pool.settings.max_queue:
             raise QueueFullError(pool.name, pool.settings.max_queue, _RETRY_AFTER)
-        pool.waiting[request.id] = Waiting(request=request, order=pool.arrivals, since=now)
-        pool.arrivals += 1
+        pool.enter(request, now)
 
     def withdraw(self, request_id: str, now: float) -> None:
         """Take a request out of the queue."""
         del now
         for pool in self._pools.values():
-            pool.waiting.pop(request_id, None)
+            pool.entries.pop(request_id, None)
 
     def grant(self, now: float) -> list[Lease]:
         """All leases that may start now."""
         leases: list[Lease] = []
         for pool in self._pools.values():
-            while pool.waiting and any(self._has_room(pool, b) for b in pool.backends.values()):
-                for waiting in pool.waiting.values():
-                    waiting.choice = self._choose(pool, waiting.request)
-                chosen = scheduler.pick(list(pool.waiting.values()), pool.settings, now)
-                if chosen is None:
+            while pool.entries and any(pool.has_room(backend) for backend in pool.backends.values()):
+                picked = self._pick(pool, now)
+                if picked is None:
                     break
-                leases.append(self._lease(pool, chosen, now))
+                leases.append(self._lease(pool, picked, now))
         return leases
 
     def next_wake(self, now: float) -> float | None:
         """The earliest moment at which any pool has something to reconsider."""
-        wakes = [
-            wake
-            for pool in self._pools.values()
-            if (wake := scheduler.next_wake(list(pool.waiting.values()), pool.settings, now)) is not None
-        ]
+        wakes: list[float] = []
+        for pool in self._pools.values():
+            if pool.entries:
+                wakes += [s.held_until for s in pool.residency.slots.values() if s.held_until > now]
+                waiting = [entry.waiting for entry in pool.entries.values()]
+                wake = scheduler.next_wake(waiting, pool.settings, now)
+                if wake is not None:
+                    wakes.append(wake)
         return min(wakes, default=None)
 
     def first_token(self, request_id: str, now: float) -> None:
@@ -217,30 +183,39 @@ class RouterCore:
         if outcome.engine_error:
             for other in backend.active.values():
                 other.wiped = True
+        told = outcome.cached_tokens is not None and outcome.processed_tokens is not None
+        cached, processed = (outcome.cached_tokens or 0, outcome.processed_tokens or 0) if told else (0, 0)
+        if told:
+            backend.rates.saw_prefill(cached, cached + processed, outcome.prefill_seconds)
+            if active.rolls_back:
+                pool.learn_rollback(backend, active.held_tokens, cached)
+        backend.rates.saw_decode(outcome.output_tokens, outcome.decode_seconds, len(backend.active) + 1)
+        conversation = active.entry.conversation
+        reach = conversation.tokens if conversation is not None else 0
         if self._backends.get(backend.name) is backend:
             self._settle(pool, active, outcome, now)
-        told = outcome.cached_tokens is not None and outcome.processed_tokens is not None
-        cached, processed = outcome.cached_tokens or 0, outcome.processed_tokens or 0
-        if told and processed:
-            backend.rates.saw_prefill(cached, cached + processed, outcome.prefill_seconds)
-        backend.rates.saw_decode(outcome.output_tokens, outcome.decode_seconds, len(backend.active) + 1)
+        conversation = active.entry.conversation
         return Report(
             request=lease.request,
             slot=outcome.slot or lease.slot,
             decision=lease.decision,
             status=outcome.status,
             predicted_tokens=lease.predicted_tokens,
-            cached_tokens=cached if told else 0,
-            processed_tokens=processed if told else 0,
+            cached_tokens=cached,
+            processed_tokens=processed,
             output_tokens=outcome.output_tokens,
-            queue_seconds=lease.granted - active.submitted,
+            queue_seconds=lease.granted - active.entry.waiting.since,
             losses=losses.split(
-                processed, cached, predicted=lease.predicted_tokens, resident=active.best_tokens
-            )
-            if told
-            else {},
+                processed,
+                cached,
+                predicted=active.held_tokens,
+                resident=active.best_tokens,
+                gone=active.gone_tokens,
+                gone_reason=active.gone_reason,
+                session=reach,
+            ),
             truth_missing=not told,
-            session=lease.request.session or "",
+            session=conversation.id if conversation is not None else lease.request.session or "",
         )
 
     def observe(self, backend: str, slots: Sequence[SlotObservation], now: float) -> None:
@@ -260,170 +235,151 @@ class RouterCore:
 
     def queued(self, pool: str) -> int:
         """Requests of a pool that wait for a lease."""
-        return len(self._pools[pool].waiting)
+        return len(self._pools[pool].entries)
 
     def position(self, request_id: str) -> tuple[int, float] | None:
         """Place in the queue and the time that those before it and those running will take, roughly."""
         for pool in self._pools.values():
-            if request_id in pool.waiting:
-                order = sorted(pool.waiting.values(), key=lambda w: w.order)
+            if request_id in pool.entries:
+                pool.refresh()
+                order = sorted(
+                    (entry.waiting for entry in pool.entries.values()),
+                    key=lambda w: w.order if pool.settings.queue == "fifo" else w.prefill_seconds,
+                )
                 place = next(i for i, w in enumerate(order) if w.request.id == request_id)
                 room = sum(in_flight_limit(pool.settings.in_flight, b.slots) for b in pool.backends.values())
-                seconds = sum(self._seconds(pool, w.request) for w in order[:place])
-                return place, seconds / max(1, room)
+                return place, sum(w.prefill_seconds for w in order[:place]) / max(1, room)
         return None
 
     def slots(self) -> list[SlotView]:
         """Every slot of every backend."""
-        return [
-            self._view(pool, slot) for pool in self._pools.values() for slot in pool.residency.slots.values()
-        ]
+        return [_view(pool, slot) for pool in self._pools.values() for slot in pool.residency.slots.values()]
 
     # Inside
 
-    def _has_room(self, pool: _Pool, backend: _Backend) -> bool:
-        if not backend.admit or len(backend.active) >= in_flight_limit(
-            pool.settings.in_flight, backend.slots
-        ):
-            return False
-        # The engine may put an unpinned request on any idle slot: until it is seen where, none is known idle.
-        return all(a.lease.request.pinned or a.decoding for a in backend.active.values())
+    @staticmethod
+    def _pick(pool: Pool, now: float) -> Picked | None:
+        pool.refresh()
 
-    def _choose(self, pool: _Pool, request: Request) -> placement.Choice | None:
-        residency = pool.residency
-        matches = residency.matches(request.prompt) if request.keeps_prefix else {}
-        prompt_tokens = residency.prompt_tokens(request.prompt, matches)
-        facts = []
-        for ref, slot in residency.slots.items():
-            backend = pool.backends[ref.backend]
-            idle = slot.request is None and self._has_room(pool, backend)
-            if not request.pinned:
-                idle = idle and not backend.active
-            if request.slots > 1:
-                idle = idle and self._idle_count(pool, backend) >= request.slots
-            shared = matches.get(ref, 0)
-            match = residency.reusable_tokens(request.prompt, ref, shared, prompt_tokens)
-            facts.append(
-                SlotFacts(
-                    ref=ref,
-                    idle=idle,
-                    resident_tokens=slot.resident_tokens,
-                    match_tokens=match,
-                    kept_tokens=min(match, slot.resident_tokens),
-                    return_chance=1.0,
-                    last_used=slot.last_used,
-                    rates=backend.rates,
-                )
-            )
-        return placement.choose(facts, prompt_tokens)
+        def place(waiting: Waiting) -> Choice | None:
+            entry = pool.entries[waiting.request.id]
+            return placement.choose(pool.facts(entry, now), waiting.prompt_tokens)
 
-    def _idle_count(self, pool: _Pool, backend: _Backend) -> int:
-        slots = pool.residency.slots
-        return sum(slots[SlotRef(backend.name, i)].request is None for i in range(backend.slots))
+        return scheduler.pick([entry.waiting for entry in pool.entries.values()], pool.settings, now, place)
 
-    def _lease(self, pool: _Pool, waiting: Waiting, now: float) -> Lease:
-        choice = waiting.choice
-        if choice is None:
-            raise AssertionError("the scheduler picked a request that has no slot")
-        request = waiting.request
-        backend = pool.backends[choice.slot.backend]
-        residency = pool.residency
-        del pool.waiting[request.id]
-        taken = [choice.slot]
-        for index in range(backend.slots):
-            # Copies of a prompt go to the lowest idle slots, as the engine will choose them.
-            ref = SlotRef(backend.name, index)
-            if len(taken) < request.slots and ref not in taken and residency.slots[ref].request is None:
-                taken.append(ref)
-        for ref in taken:
-            slot = residency.slots[ref]
+    def _lease(self, pool: Pool, picked: Picked, now: float) -> Lease:
+        choice, request = picked.choice, picked.waiting.request
+        ref = choice.slot
+        backend = pool.backends[ref.backend]
+        entry = pool.entries.pop(request.id)
+        # Copies of a prompt go to the lowest idle slots, as the engine will choose them.
+        others = [other for other in pool.idle_slots(backend) if other != ref][: request.slots - 1]
+        for taken in (ref, *others):
+            slot = pool.residency.slots[taken]
             slot.request, slot.last_used = request.id, now
-        matches = residency.matches(request.prompt) if request.keeps_prefix else {}
-        prompt_tokens = residency.prompt_tokens(request.prompt, matches)
+        shared = entry.matches.get(ref, 0)
         lease = Lease(
             request=request,
-            slot=choice.slot,
+            slot=ref,
             decision=choice.decision if request.pinned else Decision.UNPINNED,
             predicted_tokens=choice.match_tokens,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=picked.waiting.prompt_tokens,
             granted=now,
-            extra_slots=tuple(taken[1:]),
+            extra_slots=tuple(others),
             candidates=choice.candidates,
         )
-        active = _Active(
+        gone_tokens, gone_reason = pool.gone(entry)
+        held = pool.residency.reusable_tokens(request.prompt, ref, shared, lease.prompt_tokens)
+        active = Active(
             lease=lease,
             backend=backend,
-            submitted=waiting.since,
-            best_tokens=max((c.match_tokens for c in choice.candidates), default=0),
+            entry=entry,
+            held_tokens=held,
+            best_tokens=max(held, picked.waiting.best_tokens),
+            gone_tokens=gone_tokens,
+            gone_reason=gone_reason,
+            rolls_back=pool.rolls_back(ref, shared),
         )
         self._active[request.id] = active
         backend.active[request.id] = active
         return lease
 
-    def _settle(self, pool: _Pool, active: _Active, outcome: Outcome, now: float) -> None:
+    @staticmethod
+    def _settle(pool: Pool, active: Active, outcome: Outcome, now: float) -> None:
         """Write down what the slots of a finished lease hold now."""
-        residency, lease = pool.residency, active.lease
+        residency, lease, request = pool.residency, active.lease, active.lease.request
         ran_on = outcome.slot or lease.slot
         for ref in (lease.slot, *lease.extra_slots):
             residency.slots[ref].request = None
-            if ref != ran_on and lease.extra_slots:
+            if ref in lease.extra_slots:
+                pool.lose(residency.slots[ref], Loss.EVICTED, now)
                 residency.doubt(ref)
         slot = residency.slots.get(ran_on)
         if slot is None:
             return
         slot.last_used = now
-        request = lease.request
         if outcome.untouched and not active.wiped:
             return
         if active.wiped or outcome.engine_error:
+            pool.lose(slot, Loss.RESTARTED, now)
             residency.hold(ran_on, None, known=False)
         elif (
             outcome.cached_tokens is not None and outcome.processed_tokens is not None and request.slots == 1
         ):
-            slot.session = request.session or ""
-            residency.commit(
-                ran_on,
-                request.prompt,
-                outcome.generated,
-                outcome.cached_tokens + outcome.processed_tokens,
-                outcome.output_tokens,
-            )
-        elif (
-            outcome.status is Status.CANCELLED
-            and slot.held is not None
-            and slot.known
-            and request.keeps_prefix
-        ):
-            # The engine cut the slot back to the shared prefix first; how far it came after that is unknown.
-            residency.hold(ran_on, slot.held.cut(residency.match(request.prompt, ran_on)), known=True)
+            _served(pool, active, slot, outcome, now)
+        elif outcome.status is Status.CANCELLED and slot.known and request.keeps_prefix:
+            _interrupted(pool, active, slot, now)
         else:
             residency.doubt(ran_on)
 
-    def _seconds(self, pool: _Pool, request: Request) -> float:
-        residency = pool.residency
-        backend = next(iter(pool.backends.values()), None)
-        if backend is None:
-            return 0.0
-        return backend.rates.prefill_seconds(0, residency.prompt_tokens(request.prompt, {}))
 
-    def _view(self, pool: _Pool, slot: SlotState) -> SlotView:
-        shared, other = pool.residency.shared_tokens(slot.ref)
-        group = ""
-        if shared and other is not None:
-            # Named after the shared prefix's first block, so that all who share it show the same name.
-            chain = slot.held.chain if slot.held is not None else None
-            group = f"{chain[0]:016x}"[:8] if chain else ""
-        return SlotView(
-            ref=slot.ref,
-            busy=slot.request is not None,
-            resident_tokens=slot.resident_tokens,
-            shared_tokens=shared,
-            shared_group=group,
-            session=slot.session,
-            known=slot.known,
-            request=slot.request,
-            last_used=slot.last_used,
-        )
+def _served(pool: Pool, active: Active, slot: SlotState, outcome: Outcome, now: float) -> None:
+    """The slot holds prompt and answer; what it held before is lost beyond what they share."""
+    entry, request = active.entry, active.lease.request
+    if entry.conversation is None:
+        entry.conversation = pool.begin(request)
+    if slot.conversation is not entry.conversation:
+        kept = pool.residency.match(request.prompt, slot.ref) if request.keeps_prefix else 0
+        pool.lose(slot, Loss.EVICTED, now, beyond=kept)
+    pool.residency.commit(
+        slot.ref,
+        request.prompt,
+        outcome.generated,
+        (outcome.cached_tokens or 0) + (outcome.processed_tokens or 0),
+        outcome.output_tokens,
+    )
+    entry.conversation.prompt_length = request.prompt.length
+    pool.remember(slot.held, slot, entry.conversation, now)
+    pool.hold_for_return(slot, now)
+
+
+def _interrupted(pool: Pool, active: Active, slot: SlotState, now: float) -> None:
+    """The engine cut the slot back to the shared prefix first; how far it came after that is not known."""
+    kept = pool.residency.match(active.lease.request.prompt, slot.ref)
+    if slot.held is not None and slot.held.length > kept:
+        if slot.conversation is not active.entry.conversation:
+            pool.lose(slot, Loss.EVICTED, now, beyond=kept)
+        pool.residency.hold(slot.ref, slot.held.cut(kept), known=True)
+    pool.hold_for_return(slot, now)
+
+
+def _view(pool: Pool, slot: SlotState) -> SlotView:
+    shared, other = pool.residency.shared_tokens(slot.ref)
+    group = ""
+    if shared and other is not None and slot.held is not None and slot.held.chain:
+        # Named after the shared prefix's first block, so that all who share it show the same name.
+        group = f"{slot.held.chain[0]:016x}"[:8]
+    return SlotView(
+        ref=slot.ref,
+        busy=slot.request is not None,
+        resident_tokens=slot.resident_tokens,
+        shared_tokens=shared,
+        shared_group=group,
+        session=slot.conversation.id if slot.conversation is not None else "",
+        known=slot.known,
+        request=slot.request,
+        last_used=slot.last_used,
+    )
 
 
 def _compare(residency: Residency, slot: SlotState, seen: SlotObservation) -> None:

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     from .rates import Rates
 
-SAME_CONVERSATION = 0.5
-"""A match that covers this share of the prompt or of the resident makes them one conversation."""
+_LIVE = 0.5
+"""A conversation that is likelier than this to return is not overwritten for the sake of a shared preamble
+while an empty slot is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,14 @@ class SlotFacts:
     kept_tokens: int
     """Of the resident, how many tokens from the start are also resident elsewhere or match the prompt:
     overwriting the slot does not lose them."""
+    same_session: bool
+    """The slot holds the conversation that the prompt continues."""
+    wanted: bool
+    """Another request that waits continues the conversation in the slot."""
+    held: bool
+    """The slot's own conversation is expected back within moments; nobody else should take it now."""
     return_chance: float
-    """How likely the conversation in the slot is to be asked for again."""
+    """How likely the conversation in the slot is to be asked for again; 1 where ``wanted``."""
     last_used: float
     rates: Rates
     wait_seconds: float = 0.0
@@ -42,49 +49,63 @@ class SlotFacts:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The slot that a request should take now (or wait for), with the price of every candidate."""
+    """The slot that a request should take now, with the price of every candidate."""
 
     slot: SlotRef
     decision: Decision
     match_tokens: int
     prefill_seconds: float
+    loss_seconds: float
     candidates: tuple[Candidate, ...]
 
 
 def price(facts: SlotFacts, prompt_tokens: int) -> Candidate:
     """What serving a prompt of ``prompt_tokens`` on one slot costs, in seconds."""
+    loss = 0.0
+    if not facts.same_session and facts.resident_tokens > facts.kept_tokens:
+        loss = facts.return_chance * facts.rates.prefill_seconds(facts.kept_tokens, facts.resident_tokens)
     return Candidate(
         slot=facts.ref,
         idle=facts.idle,
         match_tokens=facts.match_tokens,
         prefill_seconds=facts.rates.prefill_seconds(facts.match_tokens, prompt_tokens),
-        loss_seconds=facts.return_chance
-        * facts.rates.prefill_seconds(facts.kept_tokens, facts.resident_tokens),
+        loss_seconds=loss,
         wait_seconds=0.0 if facts.idle else facts.wait_seconds,
     )
 
 
 def choose(slots: Sequence[SlotFacts], prompt_tokens: int) -> Choice | None:
-    """The best slot among those that are idle, or ``None`` when none is.
+    """The cheapest slot among those that may be taken, or ``None`` when there is none.
 
-    The longest match is taken where it is the same conversation; otherwise an empty slot, then the least
-    recently used one.
+    Costs being equal, an empty slot goes before a used one, and that before one used more recently.
     """
-    idle = [facts for facts in slots if facts.idle]
-    if not idle:
+    candidates = [price(facts, prompt_tokens) for facts in slots]
+    open_to_it = [
+        (candidate, facts)
+        for candidate, facts in zip(candidates, slots, strict=True)
+        if facts.idle and (facts.same_session or not facts.held)
+    ]
+    if not open_to_it:
         return None
-    longest = max(idle, key=lambda facts: (facts.match_tokens, facts.last_used))
-    overlap = SAME_CONVERSATION * min(prompt_tokens, max(longest.resident_tokens, 1))
-    best_anywhere = max(facts.match_tokens for facts in slots)
-    if longest.match_tokens and longest.match_tokens >= overlap:
-        chosen, decision = longest, Decision.AFFINITY
+    if any(facts.resident_tokens == 0 for _, facts in open_to_it):
+        open_to_it = [
+            (candidate, facts)
+            for candidate, facts in open_to_it
+            if facts.same_session or facts.resident_tokens == 0 or facts.return_chance < _LIVE
+        ]
+    best, facts = min(
+        open_to_it, key=lambda pair: (pair[0].cost, pair[1].resident_tokens > 0, pair[1].last_used)
+    )
+    longest = max(candidate.match_tokens for candidate in candidates)
+    if best.match_tokens and (facts.same_session or best.match_tokens == longest):
+        decision = Decision.AFFINITY
     else:
-        chosen = min(idle, key=lambda facts: (facts.resident_tokens > 0, facts.last_used))
-        decision = Decision.SPILL if best_anywhere > chosen.match_tokens else Decision.FRESH
+        decision = Decision.SPILL if longest else Decision.FRESH
     return Choice(
-        slot=chosen.ref,
+        slot=best.slot,
         decision=decision,
-        match_tokens=chosen.match_tokens,
-        prefill_seconds=chosen.rates.prefill_seconds(chosen.match_tokens, prompt_tokens),
-        candidates=tuple(price(facts, prompt_tokens) for facts in slots),
+        match_tokens=best.match_tokens,
+        prefill_seconds=best.prefill_seconds,
+        loss_seconds=best.loss_seconds,
+        candidates=tuple(candidates),
     )

@@ -7,7 +7,7 @@ A slot's content is *known* (told by an engine's numbers, or empty after a start
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .trie import PrefixTrie, common_blocks, common_bytes
@@ -15,6 +15,8 @@ from .values import BLOCK, Prompt, SlotRef, extend_chain
 
 if TYPE_CHECKING:
     from array import array
+
+    from .history import Conversation
 
 _MAX_ANCHORS = 128
 _BYTES_PER_TOKEN_PRIOR = 4.0
@@ -56,6 +58,10 @@ class Context:
             return common_bytes(self.data, prompt.data, shared)
         return min(shared, self.length, prompt.length)
 
+    def without_text(self) -> Context:
+        """The same, remembered by its hashes alone."""
+        return replace(self, data=None)
+
     def cut(self, offset: int) -> Context | None:
         """The context's first ``offset`` bytes, or ``None`` when nothing is left."""
         if offset >= self.length:
@@ -81,10 +87,11 @@ class SlotState:
     known: bool = True
     request: str | None = None
     last_used: float = float("-inf")
-    session: str = ""
-    task: int | None = None
-    version: int = 0
-    """Changes whenever ``held`` or ``known`` does."""
+    conversation: Conversation | None = None
+    held_until: float = float("-inf")
+    """Until then only the slot's own conversation may take it: it is likely to return at once."""
+    pending: Context | None = None
+    """What the slot holds if an interrupted request got to its end before it stopped."""
 
     @property
     def resident_tokens(self) -> int:
@@ -100,6 +107,10 @@ class Residency:
         self._trie = PrefixTrie()
         self._by_key: dict[int, SlotState] = {}
         self._free_keys: list[int] = []
+        self._shared: dict[int, dict[int, int]] = {}
+        """For each slot: the blocks that it shares with each other slot, where any."""
+        self.changes: list[SlotRef] = []
+        """Slots whose content changed, in order; readers keep their place in it."""
         self._bytes_per_token = _BYTES_PER_TOKEN_PRIOR
         self._seen_tokens = 0.0
 
@@ -113,7 +124,7 @@ class Residency:
     def remove(self, ref: SlotRef) -> None:
         """A slot is gone with what it held."""
         state = self.slots.pop(ref)
-        self._trie.drop(state.key)
+        self._index(state, None)
         del self._by_key[state.key]
         self._free_keys.append(state.key)
 
@@ -136,10 +147,16 @@ class Residency:
     def shared_tokens(self, ref: SlotRef) -> tuple[int, SlotRef | None]:
         """Of a slot's content, how many tokens from the start another slot holds too, and which one."""
         state = self.slots[ref]
-        if state.held is None or not state.known:
+        shared = self._shared.get(state.key)
+        if state.held is None or not shared:
             return 0, None
-        blocks, other = self._trie.shared(state.key)
-        return state.held.tokens_at(blocks * BLOCK), None if other is None else self._by_key[other].ref
+        other = max(shared, key=lambda key: shared[key])
+        return state.held.tokens_at(shared[other] * BLOCK), self._by_key[other].ref
+
+    def shared_bytes(self, ref: SlotRef) -> int:
+        """Of a slot's content, how many bytes from the start another slot holds too (whole blocks)."""
+        shared = self._shared.get(self.slots[ref].key)
+        return max(shared.values()) * BLOCK if shared else 0
 
     def prompt_tokens(self, prompt: Prompt, matches: dict[SlotRef, int]) -> int:
         """Length of a prompt in tokens: exact if told, else from the longest match."""
@@ -199,16 +216,26 @@ class Residency:
     def hold(self, ref: SlotRef, context: Context | None, *, known: bool) -> None:
         """Set what a slot holds. ``None`` and known means empty."""
         state = self.slots[ref]
-        state.held, state.known = context, known
-        state.version += 1
-        if known and context is not None:
-            self._trie.put(state.key, context.chain)
-        else:
-            self._trie.drop(state.key)
+        state.held, state.known, state.pending = context, known, None
+        self._index(state, context if known else None)
 
     def doubt(self, ref: SlotRef) -> None:
         """What a slot holds is unknown from now on; the belief is kept to recognise it again."""
         self.hold(ref, self.slots[ref].held, known=False)
+
+    def _index(self, state: SlotState, context: Context | None) -> None:
+        key = state.key
+        for other in self._shared.pop(key, ()):
+            self._shared[other].pop(key, None)
+        self.changes.append(state.ref)
+        if context is None:
+            self._trie.drop(key)
+            return
+        self._trie.put(key, context.chain)
+        mine = {other: blocks for other, blocks in self._trie.match(context.chain).items() if other != key}
+        self._shared[key] = mine
+        for other, blocks in mine.items():
+            self._shared.setdefault(other, {})[key] = blocks
 
     def _learn(self, length: int, tokens: int) -> None:
         if length <= 0 or tokens <= 0:

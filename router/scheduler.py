@@ -1,4 +1,4 @@
-"""Who goes next. Pure: the caller gives the waiting requests with their best placements."""
+"""Who goes next. Pure: the caller gives the waiting requests and a function that places one of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .placement import Choice
     from .values import Request
 
 InFlight = Literal["serialize", "pair", "slots", "auto"]
 Queue = Literal["reuse", "fifo"]
+
+_WAIT_FLOOR = 30.0
+_WAIT_FACTOR = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +31,29 @@ class CoreSettings:
 
 @dataclass(slots=True)
 class Waiting:
-    """One request in the queue. ``choice`` is where it could run at this moment, if anywhere."""
+    """One request in the queue. Token counts and seconds are as of the last look at the slots."""
 
     request: Request
     order: int
     """Arrival number within the pool."""
     since: float
-    choice: Choice | None = None
+    prompt_tokens: int = 0
+    idle_tokens: int = 0
+    """The most prompt tokens that a slot holds which could be taken now."""
+    best_tokens: int = 0
+    """The most prompt tokens that any slot holds."""
+    prefill_seconds: float = 0.0
+    """To compute what ``idle_tokens`` leaves."""
+    total_seconds: float = 0.0
+    """To compute all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """Who goes next, and where."""
+
+    waiting: Waiting
+    choice: Choice
 
 
 def in_flight_limit(policy: InFlight, slots: int) -> int:
@@ -44,13 +63,42 @@ def in_flight_limit(policy: InFlight, slots: int) -> int:
     return min(slots, 2) if policy in {"pair", "auto"} else slots
 
 
-def pick(waiting: Sequence[Waiting], settings: CoreSettings, now: float) -> Waiting | None:
-    """The request that starts next among those that can, or ``None`` to wait."""
-    del settings, now
-    return min((w for w in waiting if w.choice is not None), key=lambda w: w.order, default=None)
+def wait_bound(waiting: Sequence[Waiting], settings: CoreSettings) -> float:
+    """The bound on waiting in force, in seconds: the setting, or one that grows with the work that waits."""
+    if settings.max_wait is not None:
+        return settings.max_wait
+    return max(_WAIT_FLOOR, _WAIT_FACTOR * sum(w.total_seconds for w in waiting))
+
+
+def pick(
+    waiting: Sequence[Waiting],
+    settings: CoreSettings,
+    now: float,
+    place: Callable[[Waiting], Choice | None],
+) -> Picked | None:
+    """The request that starts next and its slot, or ``None`` when none can start now.
+
+    ``fifo``: in arrival order. ``reuse``: those that waited longer than the bound, in arrival order, then by
+    the least prefill that is left.
+    """
+    bound = wait_bound(waiting, settings)
+
+    def rank(w: Waiting) -> tuple[int, float, int]:
+        if settings.queue == "fifo" or now - w.since >= min(bound, w.request.max_wait or bound):
+            return (0, 0.0, w.order)
+        return (1, w.prefill_seconds, w.order)
+
+    for candidate in sorted(waiting, key=rank):
+        choice = place(candidate)
+        if choice is not None:
+            return Picked(candidate, choice)
+    return None
 
 
 def next_wake(waiting: Sequence[Waiting], settings: CoreSettings, now: float) -> float | None:
     """When ``pick`` could answer differently though nothing else happens."""
-    del waiting, settings, now
-    return None
+    if settings.queue == "fifo" or not waiting:
+        return None
+    bound = wait_bound(waiting, settings)
+    ends = [w.since + min(bound, w.request.max_wait or bound) for w in waiting]
+    return min((end for end in ends if end > now), default=None)

@@ -44,8 +44,12 @@ def common_bytes(a: bytes, b: bytes, start: int = 0) -> int:
     while start < end:
         stop = min(start + step, end)
         if a[start:stop] != b[start:stop]:
-            while a[start] == b[start]:
-                start += 1
+            while stop - start > 1:
+                middle = (start + stop) // 2
+                if a[start:middle] == b[start:middle]:
+                    start = middle
+                else:
+                    stop = middle
             return start
         start = stop
     return end

@@ -1,0 +1,101 @@
+"""Contexts that slots held and hold no more: what was lost, why, and whose it was. Bounded. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .trie import PrefixTrie
+
+if TYPE_CHECKING:
+    from .residency import Context
+    from .returns import Sighting
+    from .values import Loss, Prompt
+
+MAX_CONTEXTS = 256
+MAX_BYTES = 64 << 20
+"""Of text that the kept chains stand for (an eighth of that in memory)."""
+MAX_TEXT = 8 << 20
+"""Of text that is kept itself, of the newest contexts, to find the exact end of a match."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A chain of calls, as far as it can be told from what they share."""
+
+    id: str
+    turns: int
+    prompt_length: int
+    """Bytes of its last prompt: a prompt that covers them is its next call."""
+    tokens: int
+    """Tokens that its context had after its last answer."""
+    released: float
+    """When its last answer ended."""
+    silence: Sighting | None = None
+
+
+@dataclass(slots=True)
+class Ghost:
+    """A context that was overwritten (``evicted``) or went with its engine (``restarted``)."""
+
+    key: int
+    context: Context
+    reason: Loss
+    conversation: Conversation
+
+
+class History:
+    """The most recently lost contexts of a pool."""
+
+    def __init__(self) -> None:
+        self._ghosts: OrderedDict[int, Ghost] = OrderedDict()
+        self._trie = PrefixTrie()
+        self._free = list(range(MAX_CONTEXTS - 1, -1, -1))
+        self._bytes = 0
+        self._text = 0
+
+    def __len__(self) -> int:
+        return len(self._ghosts)
+
+    def add(self, context: Context, reason: Loss, conversation: Conversation) -> None:
+        """Remember a lost context; the oldest make room."""
+        if context.length > MAX_BYTES:
+            return
+        while not self._free or self._bytes + context.length > MAX_BYTES:
+            self.remove(next(iter(self._ghosts.values())))
+        key = self._free.pop()
+        ghost = Ghost(key, context, reason, conversation)
+        self._ghosts[key] = ghost
+        self._trie.put(key, context.chain)
+        self._bytes += context.length
+        self._text += context.length if context.data is not None else 0
+        for old in self._ghosts.values():
+            if self._text <= MAX_TEXT:
+                break
+            if old.context.data is not None:
+                old.context = old.context.without_text()
+                self._text -= old.context.length
+
+    def remove(self, ghost: Ghost) -> None:
+        """Forget one."""
+        del self._ghosts[ghost.key]
+        self._trie.drop(ghost.key)
+        self._free.append(ghost.key)
+        self._bytes -= ghost.context.length
+        self._text -= ghost.context.length if ghost.context.data is not None else 0
+
+    def forget(self, conversation: Conversation) -> None:
+        """A conversation has a newer context: its older ones are of no more interest."""
+        for ghost in [g for g in self._ghosts.values() if g.conversation is conversation]:
+            self.remove(ghost)
+
+    def matches(self, prompt: Prompt) -> list[tuple[Ghost, int]]:
+        """Every lost context that shares something with the prompt, with the shared bytes."""
+        found = []
+        blocks = self._trie.match(prompt.chain)
+        for key, ghost in self._ghosts.items():
+            shared = ghost.context.refine(prompt, blocks.get(key, 0))
+            if shared:
+                found.append((ghost, shared))
+        return found
