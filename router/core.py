@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from . import losses, placement, scheduler
-from .pool import Active, Backend, Pool
+from .pool_state import Active, Backend, Pool
 from .scheduler import CoreSettings, in_flight_limit
 from .values import Decision, Lease, Loss, Report, SlotRef, SlotView, Status
 
