@@ -1,8 +1,8 @@
 """Client of one llama-server: health, slots and templates in small calls, and the way of one generation.
 
-Two ways lead to an engine. Small control calls share a pool of connections. A generation gets a connection
-of its own (:mod:`.wire`), because the engine closes a connection after streaming on it though it announces
-``Keep-Alive``, and because closing that connection is how an engine learns that nobody waits any more.
+Every request gets a connection of its own (:mod:`.wire`): the engine closes a connection after streaming on
+it though it announces ``Keep-Alive``, and closing it is how an engine learns that nobody waits any more.
+Small calls do the same, as connecting costs less than a pool's bookkeeping (``python -m tests.bench.wire``).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import httpx
 import orjson
 
 from .values import SlotObservation
@@ -43,9 +43,6 @@ CONNECT_TIMEOUT = 5.0
 CONTROL_TIMEOUT = 30.0
 """Seconds that a small call may take: templates of long prompts are rendered beside inference."""
 
-_KEEPALIVE = 2.0
-"""Seconds that an idle pooled connection is trusted; the engine closes after 5."""
-
 _ABSENT = frozenset({403, 404, 405, 501})
 """Statuses by which an engine says that it has no such endpoint (``--no-slots``: 501)."""
 
@@ -67,6 +64,18 @@ class EngineError(Exception):
     def __init__(self, status: int, body: bytes, path: str) -> None:
         super().__init__(f"the engine answered {path} with status {status}")
         self.status, self.body, self.path = status, body, path
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    path: str
+    status: int
+    body: bytes
+
+    def checked(self) -> bytes:
+        if not HTTPStatus.OK <= self.status < HTTPStatus.MULTIPLE_CHOICES:
+            raise EngineError(self.status, self.body, self.path)
+        return self.body
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,20 +138,13 @@ class EngineClient:
         self._authorization = f"Bearer {api_key}".encode() if api_key else None
         self._connect_timeout = connect_timeout
         self._read_timeout = read_timeout
-        self._control = httpx.AsyncClient(
-            base_url=self.base_url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(control_timeout, connect=connect_timeout),
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=8, keepalive_expiry=_KEEPALIVE
-            ),
-            verify=self._tls or False,
-            trust_env=False,
-        )
+        self._control_timeout = control_timeout
+        self._open: set[Exchange] = set()
 
     async def aclose(self) -> None:
-        """Close the pooled connections. Generations are closed by those who opened them."""
-        await self._control.aclose()
+        """Close every connection that is still open."""
+        for exchange in list(self._open):
+            exchange.close()
 
     # -- small calls ---------------------------------------------------------------------------------------
 
@@ -152,9 +154,9 @@ class EngineClient:
             answer = await self._call("GET", "/health")
         except (EngineUnreachable, EngineBroke):
             return Health.DOWN
-        if answer.status_code == httpx.codes.OK:
+        if answer.status == HTTPStatus.OK:
             return Health.OK
-        return Health.LOADING if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE else Health.DOWN
+        return Health.LOADING if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else Health.DOWN
 
     async def props(self) -> Props:
         """Ask ``/props``; what is missing or of another type is ``None``. Raises :class:`EngineError`."""
@@ -212,43 +214,34 @@ class EngineClient:
 
     async def metrics(self) -> str:
         """The engine's own metrics in Prometheus text format. Raises :class:`EngineError` where off."""
-        return self._checked(await self._call("GET", "/metrics"), "/metrics").text
+        return (await self._call("GET", "/metrics")).checked().decode("utf-8", "replace")
 
     async def get_json(self, path: str) -> Any:
         """``GET`` a small JSON document. Raises :class:`EngineError` unless the status is 2xx."""
-        return self._json(await self._call("GET", path), path)
+        return self._json(await self._call("GET", path))
 
     async def post_json(self, path: str, body: Mapping[str, Any] | bytes) -> Any:
         """``POST`` JSON, get JSON. Raises :class:`EngineError` unless the status is 2xx."""
         content = body if isinstance(body, bytes) else orjson.dumps(body)
-        return self._json(await self._call("POST", path, content), path)
+        return self._json(await self._call("POST", path, content))
 
-    async def _call(self, method: str, path: str, content: bytes | None = None) -> httpx.Response:
-        headers = {"Content-Type": "application/json"} if content is not None else None
-        for last in (False, True):
-            try:
-                return await self._control.request(method, path, content=content, headers=headers)
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                raise EngineUnreachable(self.name, sent=False) from error
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError) as error:
-                # The engine was closing this pooled connection. These calls change nothing: ask once more.
-                if last:
-                    raise EngineUnreachable(self.name, sent=True) from error
-            except httpx.TransportError as error:
-                raise EngineUnreachable(self.name, sent=True) from error
-        raise AssertionError("unreachable")
-
-    @staticmethod
-    def _checked(answer: httpx.Response, path: str) -> httpx.Response:
-        if not answer.is_success:
-            raise EngineError(answer.status_code, answer.content, path)
-        return answer
-
-    def _json(self, answer: httpx.Response, path: str) -> Any:
+    async def _call(self, method: str, path: str, content: bytes | None = None) -> _Answer:
+        headers = [(b"Content-Type", b"application/json")] if content is not None else []
         try:
-            return orjson.loads(self._checked(answer, path).content)
+            async with (
+                asyncio.timeout(self._control_timeout),
+                self.open(method, path, headers, content) as response,
+            ):
+                return _Answer(path, response.status, await response.read())
+        except TimeoutError:
+            raise EngineUnreachable(self.name, sent=True) from None
+
+    def _json(self, answer: _Answer) -> Any:
+        try:
+            return orjson.loads(answer.checked())
         except orjson.JSONDecodeError:
-            raise EngineBroke(self.name, f"{path} answered with something that is no JSON") from None
+            reason = f"{answer.path} answered with something that is no JSON"
+            raise EngineBroke(self.name, reason) from None
 
     # -- generations ---------------------------------------------------------------------------------------
 
@@ -262,7 +255,18 @@ class EngineClient:
         was complete; an engine takes that for a cancel. Raises :class:`EngineUnreachable` before the head,
         :class:`EngineBroke` (from ``chunks``) after it.
         """
+        request = request_bytes(self._target, method, path, self._outgoing(headers), body)
         exchange = Exchange(self.name, head_only=method.upper() == "HEAD", read_timeout=self._read_timeout)
+        self._open.add(exchange)
+        try:
+            await self._connect(exchange)
+            exchange.send(request)
+            yield await exchange.head()
+        finally:
+            exchange.close()
+            self._open.discard(exchange)
+
+    async def _connect(self, exchange: Exchange) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout):
@@ -270,13 +274,7 @@ class EngineClient:
                     lambda: exchange, self._target.host, self._target.port, ssl=self._tls
                 )
         except (OSError, TimeoutError) as error:
-            exchange.close()
             raise EngineUnreachable(self.name, sent=False) from error
-        try:
-            exchange.send(request_bytes(self._target, method, path, self._outgoing(headers), body))
-            yield await exchange.head()
-        finally:
-            exchange.close()
 
     def _outgoing(self, headers: Iterable[tuple[bytes, bytes]]) -> HeaderPairs:
         if self._authorization is None:

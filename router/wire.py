@@ -1,7 +1,7 @@
 """One HTTP/1.1 exchange with an engine over a connection of its own.
 
 ``httptools`` parses over a plain asyncio protocol: a streamed answer is thousands of small chunks, and the
-general clients spend several times as long on each as the whole relay may take (``tests/bench/wire.py``).
+general clients spend most of the time that the whole relay may take on them (``tests/bench/wire.py``).
 Nothing is re-chunked: what has arrived is handed on, joined only where the reader was slower than the engine.
 """
 
