@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import uuid
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from .errors import RequestError
 
 Headers = list[tuple[bytes, bytes]]
+
+_DISCARDING = 5.0
+"""Seconds for which the rest of a body that is too large is read."""
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -51,6 +55,7 @@ class Client:
         """The whole request body. Raises 413 above ``limit`` bytes, 408 after ``seconds``."""
         length = self.headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > limit:
+            await self._discard()
             raise errors.too_large(limit)
         pieces: list[bytes] = []
         size = 0
@@ -63,12 +68,23 @@ class Client:
                     piece = message.get("body", b"")
                     size += len(piece)
                     if size > limit:
+                        await self._discard()
                         raise errors.too_large(limit)
                     pieces.append(piece)
                     if not message.get("more_body", False):
                         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
         except TimeoutError:
             raise errors.too_slow(seconds) from None
+
+    async def _discard(self) -> None:
+        """Read on for a moment and keep nothing: a client that still sends would not see our refusal."""
+        if b"expect" in self.headers:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARDING):
+                while (message := await self._receive())["type"] != "http.disconnect":
+                    if not message.get("more_body", False):
+                        return
 
     async def gone(self) -> None:
         """Return when the client leaves before its answer is complete; for use after :meth:`body`."""

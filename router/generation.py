@@ -284,7 +284,8 @@ class Attempt:
         async for chunk in response.chunks():
             reader.feed(chunk)
             if passage.first_token is None and reader.first_token:
-                self._saw_first_token()
+                passage.first_token = time.monotonic()
+                self._dispatcher.first_token(self._id)
             if reader.finished and not many:
                 self._finish_stream()
             if not outbox.put(chunk):
@@ -320,9 +321,9 @@ class Attempt:
                 for piece in held:
                     await client.write(piece)
                 held.clear()
-        ok = 200 <= response.status < 300  # noqa: PLR2004 - status classes
-        if ok:
-            self._saw_first_token()
+        if 200 <= response.status < 300:  # noqa: PLR2004 - status classes
+            # The first token was there before the rest was decoded, though nobody could see it.
+            self._work.passage.first_token = time.monotonic() - reader.decode_seconds
             outcome = self._outcome(Status.OK)
         else:
             self._work.passage.status = Status.ERROR
@@ -337,11 +338,6 @@ class Attempt:
             await client.end(b"data: " + rest.strip() + b"\n\n")
         else:
             await client.end(rest)
-
-    def _saw_first_token(self) -> None:
-        self._work.passage.first_token = time.monotonic()
-        if not self._settled:
-            self._dispatcher.first_token(self._id)
 
     def _headers(self) -> Headers:
         lease = self._lease

@@ -118,7 +118,7 @@ class Metrics:
         )
         self.ttft = histogram(
             "time_to_first_token_seconds",
-            "From a request's arrival to its first token (a whole answer counts as one).",
+            "From a request's arrival to its first token.",
             _FIRST_TOKEN,
             *("backend", "route"),
         )
@@ -160,10 +160,13 @@ class Metrics:
             "demand_seconds_total", "Time with so many requests in flight or queued.", "pool", "level"
         )
         self.level_tokens = counter(
-            "decode_level_tokens_total", "Tokens decoded while so many requests decoded.", "backend", "busy"
+            "decode_level_tokens_total",
+            "Streamed tokens, by how many streams of the backend decoded at once.",
+            "backend",
+            "busy",
         )
         self.level_seconds = counter(
-            "decode_level_seconds_total", "Time while so many requests decoded.", "backend", "busy"
+            "decode_level_seconds_total", "Time while so many streams decoded.", "backend", "busy"
         )
         self.queued = gauge("queue_requests", "Requests that wait for a lease.", "pool")
         self.inflight = gauge("inflight_requests", "Leases that are out.", "backend")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from warmslot.router.config import Config
 from warmslot.router.settling import Timing
 
 from tests.fakes.llama_server import FakeLlamaServer
+from tests.unit.router.wire_client import WireClient
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -117,12 +119,28 @@ def sample(text: str, name: str, **labels: str) -> float:
     return total
 
 
+def text_of(answer: str) -> str:
+    """The generated text of an answer of any generating route, streamed or whole."""
+    out = []
+    for line in answer.split("\n"):
+        data = line.removeprefix("data: ")
+        if not data.startswith("{"):
+            continue
+        event = json.loads(data)
+        out.append(event.get("content") or "")
+        for choice in event.get("choices", ()):
+            part = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+            out.append(part.get("content") or "")
+    return "".join(out)
+
+
 def config_for(count: int, **more: Any) -> Config:
     """A configuration with backends ``b0``, ``b1`` … that nobody launches."""
     scheduling = more.pop("scheduling", {"in_flight": "slots", "queue": "fifo"})
     backends = [{"name": f"b{number}", "model": "demo"} for number in range(count)]
     pool = {"name": "m", "aliases": ["alias"], "scheduling": scheduling, "backends": backends}
-    return Config.model_validate({"pools": [pool], "listen": {"port": 0}, **more})
+    limits = {"drain_timeout": 1, **more.pop("limits", {})}
+    return Config.model_validate({"pools": [pool], "listen": {"port": 0}, "limits": limits, **more})
 
 
 @asynccontextmanager
@@ -150,8 +168,14 @@ async def serving(
         async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
             yield Service(router, watcher, fakes, url, http)
     finally:
-        server.should_exit = server.force_exit = True
+        server.should_exit = True
         await task
+
+
+@pytest.fixture(autouse=True)
+async def _connections_are_closed() -> AsyncIterator[None]:
+    yield
+    await WireClient.leave_all()
 
 
 @pytest.fixture
