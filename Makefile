@@ -11,7 +11,7 @@ help:
 
 run:
 	@scripts/venv demo
-	@exec .venv/bin/warmslot up configs/demo.yaml
+	@exec .venv/bin/warmslot up configs/demo.yaml --quiet
 
 test:
 	@scripts/test

@@ -187,10 +187,15 @@ class Supervisor:
         try:
             await self.wait()
         except BaseException:
-            for task in self._tasks.values():
-                task.cancel()
-            await asyncio.wait(self._tasks.values())
+            await self.kill()
             raise
+
+    async def kill(self) -> None:
+        """End all backends at once, without asking. Returns when none is left."""
+        for task in self._tasks.values():
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
 
     async def wait(self) -> None:
         """Wait until every backend has stopped or failed. Raises what a listener or watcher raised."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .config_schema import Path as Steps
 
 _FOUND_LIMIT = 80
+_HIDDEN = "**********"
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _SECRET = re.compile(r"^keys\[\d+\]\.value$")
 
 
@@ -65,7 +67,9 @@ def parse(text: str, file: str = "config") -> tuple[Config, _Document]:
         # JSON, because strict validation of it takes lists and keeps "8080" and true apart from 8080 and 1.
         return Config.model_validate_json(content, strict=True), document
     except ValidationError as error:
-        raise ConfigError(list(dict.fromkeys(_lines(error, document)))) from None
+        found = dict.fromkeys(_errors(error, document))
+        found_in_order = sorted(found, key=lambda item: document.line(item[0]))
+        raise ConfigError([document.error(path, message) for path, message in found_in_order]) from None
 
 
 def dotted(path: Steps) -> str:
@@ -155,23 +159,21 @@ class _Document:
         return f"{self.file}:{node.start_mark.line + 1}: " + (f"{place}: {message}" if place else message)
 
 
-def _lines(error: ValidationError, document: _Document) -> Iterator[str]:
+def _errors(error: ValidationError, document: _Document) -> Iterator[tuple[Steps, str]]:
     for item in error.errors(include_url=False):
         path, node = _place(item["loc"])
         kind = item["type"]
         if kind == "problems":
             for problem in item["ctx"]["problems"]:
-                yield document.error((*path, *problem.path), problem.message)
+                yield (*path, *problem.path), problem.message
         elif kind == "extra_forbidden":
-            yield document.error(path, "unknown setting" + _suggestion(str(path[-1]), path[:-1]))
+            yield path, "unknown setting" + _suggestion(str(path[-1]), path[:-1])
         elif kind == "too_short" and document.at(path):
             continue  # its items are wrong, and have lines of their own
         elif kind == "missing":
-            yield document.error(path, f"missing, required: {allowed(node)}")
+            yield path, f"missing, required: {allowed(node)}"
         else:
-            yield document.error(
-                path, f"found {_found(document.at(path), path)}, allowed: {_allowed(node, kind)}"
-            )
+            yield path, f"found {_found(document.at(path), path)}, allowed: {_allowed(node, kind)}"
 
 
 def _place(loc: tuple[str | int, ...]) -> tuple[Steps, Schema]:
@@ -274,3 +276,24 @@ def _command(engine: str | None, folder: Path) -> str | None:
 
 def _path(text: str, folder: Path) -> str:
     return str((folder / Path(text).expanduser()).absolute())
+
+
+def dump(config: Config) -> str:
+    """A configuration as YAML with all defaults filled in. Secrets are hidden, absent values left out."""
+    data = config.model_dump(mode="json", exclude_none=True)
+    for key in data["keys"]:
+        if "env" in key or "file" in key:
+            del key["value"]
+    for pool in data["pools"]:
+        pool["backends"] = [_shown(backend) for backend in pool["backends"]]
+    text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=110)
+    return text
+
+
+def _shown(backend: dict[str, Any]) -> dict[str, Any]:
+    if "url" in backend:
+        return {"name": backend["name"], "url": backend["url"]}
+    backend["env"] = {
+        name: _HIDDEN if _SECRET_NAME.search(name) else value for name, value in backend["env"].items()
+    }
+    return backend

@@ -191,9 +191,9 @@ def test_each_wrong_setting_gets_one_clear_line(name: str) -> None:
 def test_every_wrong_setting_is_named_at_once() -> None:
     text = with_backend("slots: four\nthread: 2") + "listen: {port: 70000}\n"
     assert [line.split(": ")[1] for line in lines_of(text)] == [
-        "listen.port",
         "pools[0].backends[0].slots",
         "pools[0].backends[0].thread",
+        "listen.port",
     ]
 
 

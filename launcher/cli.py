@@ -1,0 +1,123 @@
+"""The command line ``warmslot``: one command over everything. What a command does stands in other modules.
+
+Imports stand inside the commands, so that each starts fast. Exit codes: 0 done, 1 failed, 2 wrong usage or
+wrong configuration.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from warmslot.router.config import Config
+
+app = typer.Typer(
+    name="warmslot",
+    help="Starts llama-server backends and routes to the slot that already holds most of a prompt.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Looks at a configuration file.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measures on this machine.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(bench_app, name="bench")
+
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="FILE", help="The configuration file (YAML).", show_default=False)
+]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"warmslot {version('warmslot')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version_option: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def up(
+    file: ConfigFile,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Listen here instead of listen.port; 0 takes a free port."),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Show only warnings and errors of the engines' logs.")
+    ] = False,
+) -> None:
+    """Start the backends of a configuration file and serve them until Ctrl-C."""
+    from .up import StartError, run
+
+    config = _load(file)
+    if port is not None:
+        listen = config.listen.model_copy(update={"port": port})
+        config = config.model_copy(update={"listen": listen})
+    try:
+        code = run(config, quiet=quiet)
+    except StartError as error:
+        _fail(str(error).splitlines(), 1)
+    raise typer.Exit(code)
+
+
+@config_app.command("check")
+def config_check(file: ConfigFile) -> None:
+    """Say what is wrong with a configuration file, one line for each setting."""
+    config = _load(file)
+    backends = [backend for pool in config.pools for backend in pool.backends]
+    launched = sum(backend.url is None for backend in backends)
+    typer.echo(
+        f"{file}: good: {len(config.pools)} pool(s), {launched} backend(s) launched here, "
+        f"{len(backends) - launched} remote, {len(config.keys)} key(s)"
+    )
+
+
+@config_app.command("show")
+def config_show(file: ConfigFile) -> None:
+    """Print a configuration with all defaults filled in; secrets are not shown."""
+    from warmslot.router.config_file import dump
+
+    typer.echo(dump(_load(file)), nl=False)
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of the configuration file, for editors."""
+    from warmslot.router.config_schema import schema_text
+
+    typer.echo(schema_text(), nl=False)
+
+
+def _load(file: Path) -> Config:
+    from warmslot.router.config_file import ConfigError, load
+
+    try:
+        return load(file)
+    except ConfigError as error:
+        _fail(error.lines, 2)
+
+
+def _fail(lines: Iterable[str], code: int) -> NoReturn:
+    for line in lines:
+        typer.echo(line, err=True)
+    raise typer.Exit(code)

@@ -1,0 +1,240 @@
+"""``warmslot up``: backends, router and HTTP server in one process, from the first signal to the last child.
+
+The order at the end: no new requests, running ones may finish (``limits.drain_timeout``), then the server,
+then the engines. A second signal leaves all of that out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shlex
+import signal
+import socket
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import orjson
+import uvicorn
+from warmslot.router.app import create_router, server_config
+
+from .display import Display
+from .engine import EngineError, find_engine
+from .model import ModelError, find_model
+from .process import State
+from .supervisor import Launch, Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from warmslot.router.app import Router
+    from warmslot.router.config import Backend, Config
+
+    from .engine import Engine
+    from .supervisor import BackendStatus
+
+_TAIL = 12
+"""Lines of an engine's log that are shown when it cannot be started."""
+
+
+class StartError(Exception):
+    """It cannot start; the first line of the message is the reason."""
+
+
+def run(config: Config, *, quiet: bool = False) -> int:
+    """Serve a configuration until a signal; the exit code. Raises :class:`StartError`."""
+    _log_to_stdout()
+    display = Display(quiet=quiet)
+    display.say(f"warmslot {version('warmslot')}")
+    launches = _launches(config, display)
+    with contextlib.closing(_bind(config)) as listening, asyncio.Runner(loop_factory=_new_loop) as runner:
+        try:
+            return runner.run(_Session(config, launches, listening, display).run())
+        finally:
+            display.close()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    if sys.platform == "win32":
+        return asyncio.new_event_loop()
+    import uvloop  # noqa: PLC0415 - not to be had on Windows
+
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def _log_to_stdout() -> None:
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("warmslot").setLevel(logging.INFO)
+
+
+def _launches(config: Config, display: Display) -> list[Launch]:
+    """What is to be launched. Models and engines are looked for here, before anything starts."""
+    launches = []
+    for pool in config.pools:
+        for backend in pool.backends:
+            if backend.url is not None:
+                display.say(f"{backend.name}: runs at {backend.url}")
+                continue
+            engine, model = _needs(config, backend)
+            display.say(
+                f"{backend.name}: {engine.describe()}, model {model}, "
+                f"{backend.slots} slots of {backend.context} tokens"
+            )
+            launches.append(Launch(backend, engine))
+    return launches
+
+
+def _needs(config: Config, backend: Backend) -> tuple[Engine, str]:
+    try:
+        return find_engine(backend.engine or config.engine), find_model(backend.model or "").name
+    except (EngineError, ModelError) as error:
+        raise StartError(f"{backend.name}: {error}") from error
+
+
+def _bind(config: Config) -> socket.socket:
+    host, port = config.listen.host, config.listen.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartError(f"cannot listen on {host}: {error.strerror}") from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        hint = " (listen.port or --port takes another, 0 a free one)" if port else ""
+        raise StartError(f"cannot listen on {host} port {port}: {error.strerror}{hint}") from error
+    return listening
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, less its signal handlers: the session acts on signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Session:
+    """One run from start to end."""
+
+    def __init__(
+        self, config: Config, launches: Sequence[Launch], listening: socket.socket, display: Display
+    ) -> None:
+        self._config = config
+        self._display = display
+        self._listening = listening
+        self._router: Router = create_router(config)
+        self._server = _Server(server_config(self._router.app, config))
+        self._supervisor = Supervisor(launches, self._router.dispatcher, display)
+        self._launched = bool(launches)
+        self._remote = any(backend.url is not None for pool in config.pools for backend in pool.backends)
+        self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listening]), name="http")
+        self._supervisor.start()
+        work = asyncio.create_task(self._work(), name="backends")
+        asked = asyncio.create_task(self._signals.get(), name="signal")
+        await asyncio.wait({serving, work, asked}, return_when=asyncio.FIRST_COMPLETED)
+        signalled = asked.done()
+        if signalled:  # from here on it is meant that backends end
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        ending = asyncio.create_task(self._end(serving, drain=signalled), name="end")
+        again = asyncio.create_task(self._signals.get(), name="second signal") if signalled else asked
+        await asyncio.wait({ending, again}, return_when=asyncio.FIRST_COMPLETED)
+        if not ending.done():
+            await self._end_now(ending, serving)
+            return 128 + again.result()
+        ending.result()
+        if signalled:
+            return 0
+        serving.result()
+        if work.done():
+            work.result()  # raises why it could not go on
+        raise StartError("the HTTP server ended by itself; its reason is in the log above")
+
+    async def _work(self) -> None:
+        """Wait until backends serve, say so, and go on as long as one may serve."""
+        if not self._launched:
+            self._announce()
+            await asyncio.Event().wait()
+        statuses = await self._supervisor.wait_settled()
+        if not self._remote and all(status.state is State.FAILED for status in statuses):
+            raise StartError(_explain(statuses))
+        self._announce()
+        await self._supervisor.wait()
+        if self._remote:
+            await asyncio.Event().wait()
+        raise StartError(_explain(self._supervisor.status()))
+
+    async def _end(self, serving: asyncio.Task[None], *, drain: bool) -> None:
+        dispatcher, limit = self._router.dispatcher, self._config.limits.drain_timeout
+        if drain:
+            if running := len(dispatcher.held()):
+                self._display.say(
+                    f"stopping: {running} running request(s) may take {limit:g} s; again stops now"
+                )
+            try:
+                async with asyncio.timeout(limit):
+                    await dispatcher.drain()
+            except TimeoutError:
+                self._display.say(f"{len(dispatcher.held())} request(s) did not end in {limit:g} s")
+                self._server.force_exit = True
+        self._server.should_exit = True
+        await asyncio.wait({serving})
+        logging.getLogger("warmslot.router").setLevel(logging.ERROR)  # that backends go down is meant
+        await self._supervisor.stop()
+        if drain:
+            self._display.say("stopped")
+
+    async def _end_now(self, ending: asyncio.Task[None], serving: asyncio.Task[None]) -> None:
+        self._display.say("stopping now")
+        self._server.force_exit = self._server.should_exit = True
+        ending.cancel()
+        await asyncio.wait({ending})
+        await self._supervisor.kill()
+        serving.cancel()
+        await asyncio.wait({serving})
+
+    def _announce(self) -> None:
+        self._display.close()
+        host, port = self._listening.getsockname()[:2]
+        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._display.say(f"\nServing at {address}/v1 (Ctrl-C stops). Try it:\n")
+        self._display.say(curl_line(self._config, address) + "\n")
+
+
+def curl_line(config: Config, address: str) -> str:
+    """A command to paste that gets a streamed answer from the default pool."""
+    body = {
+        "model": config.default_pool.name,
+        "stream": True,
+        "max_tokens": 64,
+        "messages": [{"role": "user", "content": "Name three uses of a paper clip."}],
+    }
+    words = ["curl", "-N", f"{address}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    line = shlex.join([*words, "-d", orjson.dumps(body).decode()])
+    return f'{line} -H "Authorization: Bearer $KEY"' if config.keys else line
+
+
+def _explain(statuses: Sequence[BackendStatus]) -> str:
+    lines = []
+    for status in statuses:
+        if status.state is State.FAILED:
+            lines.append(f"{status.name}: {status.reason}")
+            lines += [f"{status.name} | {line}" for line in status.tail[-_TAIL:]]
+    return "\n".join(lines) or "no backend is left"
