@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from .auth import KeyCheck
 from .core import CoreSettings, RouterCore
 from .dispatcher import Dispatcher
 from .generation import Generation, Shop
+from .journal import Journal
 from .metrics import Metrics
 from .pages import EngineMetrics, Healthy, Models, OwnMetrics
 from .passthrough import Passthrough
@@ -45,15 +47,21 @@ class Router:
     app: Starlette
     dispatcher: Dispatcher
     metrics: Metrics
+    journal: Journal | None = None
 
 
-def create_app(config: Config, dispatcher: Dispatcher, metrics: Metrics) -> Starlette:
+def create_app(
+    config: Config, dispatcher: Dispatcher, metrics: Metrics, journal: Journal | None = None
+) -> Starlette:
     """The application over a dispatcher that somebody else starts and stops.
 
-    Its lifespan watches backends that run elsewhere (``url``), and closes the dispatcher at the end.
+    Its lifespan watches backends that run elsewhere (``url``), and closes the dispatcher and the journal at
+    the end.
     """
     keys = {key.name: key.value.get_secret_value() for key in config.keys if key.value is not None}
-    shop = Shop(dispatcher, Pools(config, dispatcher), config.limits, metrics, keyed=bool(keys))
+    shop = Shop(
+        dispatcher, Pools(config, dispatcher), config.limits, metrics, keyed=bool(keys), journal=journal
+    )
     routes = [
         *(Path(path, Generation(shop, route), methods=["POST"]) for path, route in GENERATING.items()),
         Path("/v1/models", Models(shop), methods=["GET"]),
@@ -75,6 +83,8 @@ def create_app(config: Config, dispatcher: Dispatcher, metrics: Metrics) -> Star
             yield
         finally:
             await dispatcher.aclose()
+            if journal is not None:
+                await asyncio.to_thread(journal.close)
 
     return Starlette(
         routes=routes,
@@ -88,7 +98,8 @@ def create_router(
 ) -> Router:
     """A router for a configuration.
 
-    It serves once its application runs; launched backends are reported to its dispatcher.
+    It serves once its application runs; launched backends are reported to its dispatcher. The journal, where
+    one is configured, is open already. Raises :class:`~.journal.JournalError` where it cannot be.
     """
     pools = {pool.name: [backend.name for backend in pool.backends] for pool in config.pools}
     launched = [backend for pool in config.pools for backend in pool.backends if backend.url is None]
@@ -97,14 +108,18 @@ def create_router(
         slots={backend.name: backend.slots for backend in launched},
         clients=[key.name for key in config.keys],
     )
+    journal = None if config.journal.path is None else Journal(config.journal, pools)
+    if journal is not None:
+        journal.open()
+        metrics.watch(journal)
     core = RouterCore({pool.name: core_settings(pool.scheduling) for pool in config.pools})
     dispatcher = Dispatcher(
         core,
         pools,
-        observers=[metrics, *observers],
+        observers=[metrics, *(() if journal is None else (journal,)), *observers],
         timing=timing or Timing(hold=config.limits.hold_timeout),
     )
-    return Router(create_app(config, dispatcher, metrics), dispatcher, metrics)
+    return Router(create_app(config, dispatcher, metrics, journal), dispatcher, metrics, journal)
 
 
 def core_settings(scheduling: Scheduling) -> CoreSettings:

@@ -224,6 +224,21 @@ class Limits(Section):
     """A stream that has been silent for this long gets an SSE comment; 0 switches that off."""
 
 
+class Journal(Section):
+    """The record of finished requests that `warmslot report`, `explain` and `advise` read."""
+
+    path: str | None = Field(default=None, min_length=1)
+    """File to write; without it no journal is kept. Its folder must exist."""
+    file_size: Bytes = Field(default=64 * 2**20, ge=2**16)
+    """Size at which a file is put aside (as `PATH.1`, the oldest with the highest number)."""
+    files: int = Field(default=8, ge=1, le=1000)
+    """Files kept, the current one included; all of them together stay below `files` × `file_size`."""
+    sync: Seconds = 5.0
+    """Lines go to the operating system at once, and are forced to disk at least this often."""
+    text: bool = False
+    """Keep the text of prompts and answers as well. Without it the journal holds hashes and numbers only."""
+
+
 class Config(Section):
     """The whole file."""
 
@@ -235,6 +250,8 @@ class Config(Section):
     """Bearer keys, one of which every request must carry; none means that no key is asked for."""
     limits: Limits = Limits()
     """Bounds that keep one client from hurting the others."""
+    journal: Journal = Journal()
+    """The record of finished requests."""
     pools: tuple[Pool, ...] = Field(min_length=1)
     """The models that are served."""
 

@@ -229,9 +229,15 @@ def _complete(config: Config, document: _Document, folder: Path, env: Mapping[st
         pool.model_copy(update={"backends": tuple(_with_paths(backend, folder) for backend in pool.backends)})
         for pool in config.pools
     )
-    return config.model_copy(
-        update={"keys": tuple(keys), "pools": pools, "engine": _command(config.engine, folder)}
-    )
+    update: dict[str, object] = {
+        "keys": tuple(keys),
+        "pools": pools,
+        "engine": _command(config.engine, folder),
+    }
+    if config.journal.path is not None:
+        path = _path(config.journal.path, folder)
+        update["journal"] = config.journal.model_copy(update={"path": path})
+    return config.model_copy(update=update)
 
 
 def _secret(key: Key, folder: Path, env: Mapping[str, str]) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .config import Limits
     from .dispatcher import Dispatcher
     from .errors import RequestError
+    from .journal import Journal
     from .metrics import Metrics
     from .pools import Pools
     from .values import Lease, Prompt
@@ -70,6 +71,7 @@ class Shop:
     metrics: Metrics
     keyed: bool = False
     """Keys are ours, so they are not sent on."""
+    journal: Journal | None = None
 
     async def attend(
         self, client: Client, passage: Passage, serve: Callable[[Client, Passage], Awaitable[None]]
@@ -187,6 +189,8 @@ class Generation:
         for _ in range(ATTEMPTS):
             lease = await dispatcher.acquire(describe(rendered))
             work.passage.backend = lease.slot.backend
+            if self._shop.journal is not None:
+                self._shop.journal.describe(lease.request.id, work.body)
             if await Attempt(self._shop, lease, work).run():
                 return
         raise errors.unavailable("no backend took the request")

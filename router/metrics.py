@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
     from .dispatcher import Dispatcher
     from .generation import Passage
+    from .journal import Journal
     from .values import Lease, Outcome, Report, SlotRef
 
 NONE = "none"
 """Label value of a request that came to no backend, or to no pool."""
 
 REUSE = ("cached", "processed")
+JOURNALED = ("written", "dropped")
 SELECTIONS = ("id", "lcp", "lru")
 RESTARTS = ("exited", "health", "replaced", "stopped")
 
@@ -71,8 +73,13 @@ class Metrics:
         self._exported: dict[tuple[object, ...], float] = {}
         self._busy_since: dict[SlotRef, float] = {}
         self._went_down: dict[str, str] = {}
+        self._journal: Journal | None = None
         self._define()
         self._create_known(slots or {})
+
+    def watch(self, journal: Journal) -> None:
+        """Count what the journal writes and drops."""
+        self._journal = journal
 
     def text(self) -> bytes:
         """The exposition in Prometheus' text format. May run in another thread."""
@@ -183,6 +190,11 @@ class Metrics:
         self.overflow = counter(
             "label_overflow_total", "Values of a label that were folded into 'other'.", "label"
         )
+        self.journal = counter(
+            "journal_records_total", "Finished requests, by whether the journal has them.", "outcome"
+        )
+        for outcome in JOURNALED:
+            self.journal.labels(outcome)
 
     def _create_known(self, slots: Mapping[str, int]) -> None:
         self.overflow.labels("client")
@@ -343,6 +355,8 @@ class Metrics:
             self._catch_up(self.level_tokens, (backend,), LEVEL_NAMES[1:], levels.tokens[1:])
         for ref in list(self._busy_since):
             self._count_busy(ref, now)
+        if (journal := self._journal) is not None:
+            self._catch_up(self.journal, (), JOURNALED, (journal.written, journal.dropped))
         seen = {view.ref: view.resident_tokens for view in dispatcher.slots()}
         for ref, tokens in seen.items():
             self.resident.labels(ref.backend, str(ref.slot)).set(tokens)
