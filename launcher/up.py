@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import orjson
 import uvicorn
 from warmslot.router.app import create_router, server_config
+from warmslot.router.journal import JournalError
 
 from .display import Display
 from .engine import EngineError, find_engine
@@ -133,7 +134,10 @@ class _Session:
         self._config = config
         self._display = display
         self._listening = listening
-        self._router: Router = create_router(config)
+        try:
+            self._router: Router = create_router(config)
+        except JournalError as error:
+            raise StartError(str(error)) from error
         self._server = _Server(server_config(self._router.app, config))
         self._supervisor = Supervisor(launches, self._router.dispatcher, display)
         self._launched = bool(launches)
