@@ -68,6 +68,8 @@ class Backend:
     context: int = 0
     """Tokens per slot."""
     watch: HealthWatch | None = None
+    draining: bool = False
+    """It finishes what runs on it and gets nothing new."""
 
     @property
     def up(self) -> bool:
@@ -289,6 +291,27 @@ class Dispatcher:
         """A backend is gone, with all that its slots held."""
         self._take_down(self._backends[name], reason)
 
+    async def backend_draining(self, name: str) -> None:
+        """Give no new leases on a backend; returns when none is out. What waits goes to others, or waits on.
+
+        Cancelled, the backend is in use again.
+        """
+        backend = self._backends[name]
+        life = backend.life
+        if life is None:
+            return
+        backend.draining = True
+        self._core.backend_admit(name, admit=False)
+        self._pump()
+        try:
+            await life.idle.wait()
+        except asyncio.CancelledError:
+            if backend.life is life:
+                backend.draining = False
+                self._core.backend_admit(name, admit=backend.usable)
+                self._pump()
+            raise
+
     def log_event(self, name: str, event: object) -> None:
         """A line of a launched engine's log, understood: selections are counted, releases hasten a look.
 
@@ -467,6 +490,7 @@ class Dispatcher:
         log.warning("backend %s is down: %s", backend.name, reason)
         life.stop()
         backend.life = None
+        backend.draining = False
         if backend.watch is not None and not backend.watch.lasting:
             backend.watch.stop()
             backend.watch = None
@@ -482,7 +506,7 @@ class Dispatcher:
     def _trust(self, backend: Backend) -> None:
         """It answers again. It may have been started anew in between, so what its slots hold is looked at."""
         if backend.life is not None:
-            self._core.backend_admit(backend.name, admit=True)
+            self._core.backend_admit(backend.name, admit=not backend.draining)
             backend.life.want()
             self._refresh_pool(backend.pool)
             self._pump()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from dataclasses import dataclass, field, replace
@@ -128,15 +129,21 @@ class SlotWatch:
         self._wanted = False
         self._pacer = Pacer(self._due, self._look, clock)
         self.held: dict[str, Held] = {}
+        self.idle = asyncio.Event()
+        """Set while no lease is out."""
+        self.idle.set()
 
     def add(self, held: Held) -> None:
         """A lease was given out."""
         self.held[held.lease.request.id] = held
+        self.idle.clear()
         self._touch(held)
 
     def remove(self, held: Held) -> None:
         """It was taken back."""
         del self.held[held.lease.request.id]
+        if not self.held:
+            self.idle.set()
         self._touch(held)
 
     def leave(self, held: Held, outcome: Outcome) -> None:
