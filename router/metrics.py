@@ -8,7 +8,7 @@ never came to.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -43,7 +43,28 @@ _FIRST_TOKEN = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
 _DURATION = (*_FIRST_TOKEN, 300, 600)
 _QUEUE = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 300)
 _PER_TOKEN = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+_LENGTH = tuple(float(2**power) for power in range(8, 21))
 _DECISION = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
+
+
+SHADOW_SLOTS = ("1", "2", "4", "8", "16", "32", "unbounded")
+"""Slot counts that reuse is modelled for."""
+
+
+class Definition(NamedTuple):
+    """One metric of the catalogue."""
+
+    name: str
+    """Without the prefix ``warmslot_``; counters end in ``_total``."""
+    kind: str
+    """``counter``, ``gauge`` or ``histogram``."""
+    labels: tuple[str, ...]
+    text: str
+
+
+def catalogue() -> list[Definition]:
+    """Every metric that a router exports."""
+    return list(Metrics({}).definitions)
 
 
 class Metrics:
@@ -74,6 +95,7 @@ class Metrics:
         self._busy_since: dict[SlotRef, float] = {}
         self._went_down: dict[str, str] = {}
         self._journal: Journal | None = None
+        self.definitions: list[Definition] = []
         self._define()
         self._create_known(slots or {})
 
@@ -88,12 +110,15 @@ class Metrics:
     # -- definitions ---------------------------------------------------------------------------------------
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        self.definitions.append(Definition(name, "counter", labels, text))
         return Counter(f"warmslot_{name}", text, labels, registry=self.registry)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        self.definitions.append(Definition(name, "gauge", labels, text))
         return Gauge(f"warmslot_{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        self.definitions.append(Definition(name, "histogram", labels, text))
         return Histogram(f"warmslot_{name}", text, labels, registry=self.registry, buckets=buckets)
 
     def _define(self) -> None:
@@ -142,6 +167,9 @@ class Metrics:
         self.per_token = histogram(
             "time_per_output_token_seconds", "Decode time per generated token.", _PER_TOKEN, "backend"
         )
+        self.length = histogram(
+            "prompt_length_tokens", "Length of prompts, reused part included.", _LENGTH, "backend"
+        )
         self.decision = histogram("decision_seconds", "What finding a lease took.", _DECISION)
         self.prefill_seconds = counter(
             "prefill_seconds_total", "Time that engines spent on prompts.", "backend"
@@ -175,6 +203,12 @@ class Metrics:
         self.level_seconds = counter(
             "decode_level_seconds_total", "Time while so many streams decoded.", "backend", "busy"
         )
+        self.shadow = counter(
+            "shadow_cached_tokens_total",
+            "Tokens that would have been reused if the pool had so many slots.",
+            *("pool", "slots"),
+        )
+        self.advised = gauge("advised_slots", "Advised slot count; 0 while there is no advice.", "backend")
         self.queued = gauge("queue_requests", "Requests that wait for a lease.", "pool")
         self.inflight = gauge("inflight_requests", "Leases that are out.", "backend")
         self.up = gauge("backend_up", "1 while the backend serves.", "backend")
@@ -204,22 +238,28 @@ class Metrics:
             for reuse in REUSE:
                 self.client_tokens.labels(client, reuse)
         for pool, names in self._pools.items():
-            self.queued.labels(pool)
-            for level in LEVEL_NAMES:
-                self.demand.labels(pool, level)
-            for route in Route:
-                self.queue.labels(pool, route)
-                for status in Status:
-                    self.requests.labels(pool, NONE, route, status)
+            self._create_pool(pool)
             for name in names:
                 self._create_backend(pool, name)
                 for slot in range(slots.get(name, 0)):
                     self._create_slot(name, slot)
 
+    def _create_pool(self, pool: str) -> None:
+        self.queued.labels(pool)
+        for level in LEVEL_NAMES:
+            self.demand.labels(pool, level)
+        for slots in SHADOW_SLOTS:
+            self.shadow.labels(pool, slots)
+        for route in Route:
+            self.queue.labels(pool, route)
+            for status in Status:
+                self.requests.labels(pool, NONE, route, status)
+
     def _create_backend(self, pool: str, name: str) -> None:
         for one in (
             *(self.predicted, self.per_token, self.prefill_seconds, self.decode_seconds, self.avoided),
             *(self.inflight, self.up, self.slots, self.context, self.truth_missing),
+            *(self.advised, self.length),
         ):
             one.labels(name)
         for route in Route:
@@ -306,6 +346,7 @@ class Metrics:
             self.client_tokens.labels(client, reuse).inc(tokens)
             self.slot_tokens.labels(backend, str(report.slot.slot), reuse).inc(tokens)
         self.predicted.labels(backend).inc(report.predicted_tokens)
+        self.length.labels(backend).observe(report.cached_tokens + report.processed_tokens)
         for reason, tokens in report.losses.items():
             self.recomputed.labels(backend, reason).inc(tokens)
         self.prefill_seconds.labels(backend).inc(outcome.prefill_seconds)

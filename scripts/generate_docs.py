@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from warmslot.router.config_schema import schema_text, settings
+from warmslot.router.metrics import catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +39,36 @@ it) or a `url` (a llama-server that runs already; no other setting but its name)
 """
 
 
+def metrics_page() -> str:
+    """``docs/metrics.md``."""
+    rows = [
+        _row(f"`warmslot_{one.name}`", one.kind, ", ".join(f"`{label}`" for label in one.labels), one.text)
+        for one in catalogue()
+    ]
+    return f"""# Metrics
+
+`GET /metrics` answers with the router's own metrics in Prometheus' text format,
+`GET /backends/NAME/metrics` with those of one engine as they come from it. Where keys are configured, both
+ask for one.
+
+Units are base units and stand in the name: `seconds`, `tokens`. Sums are exported, never a ratio: reuse is
+`sum(rate(warmslot_prompt_tokens_total{{reuse="cached"}}[5m])) / sum(rate(warmslot_prompt_tokens_total[5m]))`,
+which weighs requests by their tokens. Labels are bounded: names from the configuration and fixed words;
+whatever else a client is called counts as `other`. No metric holds text of a prompt.
+
+| metric | type | labels | meaning |
+|---|---|---|---|
+{chr(10).join(rows)}
+
+## Dashboards and alerts
+
+`dashboards/overview.json` and `dashboards/parallel.json` are for import into Grafana 10.4 or newer.
+`dashboards/generate.py` writes them. `configs/prometheus/` has a scrape configuration, recording rules and
+alerts; `configs/grafana/` provisions data source and dashboards. For a router on the same host,
+`docker compose -f configs/grafana/compose.yaml up` brings up Prometheus and Grafana with all of it.
+"""
+
+
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
@@ -45,6 +76,7 @@ def _row(*cells: str) -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "configs/warmslot.schema.json": schema_text,
     "docs/configuration.md": configuration_page,
+    "docs/metrics.md": metrics_page,
 }
 
 
