@@ -158,6 +158,7 @@ def test_every_metric_of_the_catalogue_is_looked_at_or_has_its_reason() -> None:
         "warmslot_decision_seconds",
         "warmslot_decode_seconds_total",
         "warmslot_inflight_requests",
+        "warmslot_journal_records_total",
         "warmslot_label_overflow_total",
         "warmslot_prefill_seconds_total",
         "warmslot_request_duration_seconds",
