@@ -1,21 +1,18 @@
 """Real engines for tests: every kind that is installed, each started once for the whole session.
 
-A test that takes ``engine`` (or ``engine_client``) runs once on each kind. Where a kind is missing its tests
-are skipped, visibly; a kind named in ``WARMSLOT_REQUIRE_ENGINES`` (``stock,embedded``) must be there.
+A test that takes ``engine`` (or ``engine_client``) runs once on each kind (``installed_engine``). All such
+tests share the one process, so each must leave every slot idle and rely on none that it did not fill itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import subprocess
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from warmslot.launcher.engine import BINARY, EMBEDDED, ENVIRONMENT, EngineError, EngineKind, find_engine
-from warmslot.launcher.model import ModelError, demo_model
 from warmslot.router.backend import EngineClient
 
 if TYPE_CHECKING:
@@ -99,41 +96,9 @@ class RunningEngine:
         self._reader.join(10)
 
 
-def _find(kind: EngineKind) -> Engine:
-    if kind is EngineKind.EMBEDDED:
-        return find_engine(EMBEDDED)
-    engine = find_engine(os.environ.get(ENVIRONMENT))
-    if engine.kind is not kind:
-        raise EngineError(f"no stock {BINARY} is installed")
-    return engine
-
-
-@pytest.fixture(scope="session", params=list(EngineKind), ids=lambda kind: kind.value)
-def engine_binary(request: pytest.FixtureRequest) -> Engine:
-    """An engine to start, one kind after the other."""
-    kind: EngineKind = request.param
-    try:
-        return _find(kind)
-    except EngineError as error:
-        if kind.value in os.environ.get("WARMSLOT_REQUIRE_ENGINES", "").split(","):
-            raise
-        pytest.skip(f"{kind.value} engine: {error}")
-
-
 @pytest.fixture(scope="session")
-def model() -> Path:
-    """The demo model."""
-    try:
-        return demo_model()
-    except ModelError as error:
-        if os.environ.get("WARMSLOT_REQUIRE_ENGINES"):
-            raise
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="session")
-def engine(engine_binary: Engine, model: Path) -> Iterator[RunningEngine]:
-    running = RunningEngine(engine_binary, model)
+def engine(installed_engine: Engine, demo_model: Path) -> Iterator[RunningEngine]:
+    running = RunningEngine(installed_engine, demo_model)
     yield running
     running.stop()
 
@@ -144,10 +109,3 @@ async def engine_client(engine: RunningEngine) -> AsyncIterator[EngineClient]:
     yield client
     await client.aclose()
     await engine.settled()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here that takes a real engine carries the marker."""
-    for item in items:
-        if "engine_binary" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.engine)
