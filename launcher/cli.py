@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from . import cli_insight
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -27,6 +29,7 @@ config_app = typer.Typer(help="Looks at a configuration file.", no_args_is_help=
 bench_app = typer.Typer(help="Measures on this machine.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
+cli_insight.add_to(app)
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="The configuration file (YAML).", show_default=False)
