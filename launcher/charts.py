@@ -66,9 +66,7 @@ def _frame(
     step = max(1, math.ceil(len(labels) * _LABEL_WIDTH / width))
     lines += [
         f'<text class="tick" x="{_middle(index, len(labels), width):.1f}" y="{HEIGHT - 12}" '
-        + 'text-anchor="middle">'
-        + escape(labels[index])
-        + "</text>"
+        'text-anchor="middle">' + escape(labels[index]) + "</text>"
         for index in range(0, len(labels), step)
     ]
     return "\n".join([*lines, *marks, "</svg>"])
