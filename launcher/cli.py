@@ -111,6 +111,29 @@ def config_schema() -> None:
     typer.echo(schema_text(), nl=False)
 
 
+@bench_app.command("demo")
+def bench_demo(
+    agents: Annotated[int, typer.Option(min=1, max=64, help="Agents that are alive at once.")] = 6,
+    slots: Annotated[int, typer.Option(min=1, max=64, help="Slots that the router keeps warm.")] = 4,
+    turns: Annotated[int, typer.Option(min=1, max=12, help="Requests of each agent.")] = 6,
+    engine: Annotated[
+        str | None, typer.Option(help="Path of a llama-server, or embedded; searched for when left out.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write the figures and every request here.")
+    ] = None,
+) -> None:
+    """Replay a small agent workload on the engine by itself and through the router, side by side."""
+    from .bench import BenchError
+    from .bench import bench_demo as measure
+
+    try:
+        code = measure(agents=agents, slots=slots, turns=turns, engine=engine, json=json)
+    except BenchError as error:
+        _fail([str(error)], 1)
+    raise typer.Exit(code)
+
+
 def _load(file: Path) -> Config:
     from warmslot.router.config_file import ConfigError, load
 

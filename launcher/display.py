@@ -21,14 +21,12 @@ if TYPE_CHECKING:
     from .command import Flag
     from .logs import Loading, LogLine
 
-_SERIOUS = frozenset({Level.WARNING, Level.ERROR})
-
 
 class Display:
     """The :class:`~.supervisor.Watcher` of ``warmslot up``.
 
-    ``quiet`` leaves out the engines' log lines below a warning. Nothing here raises or waits when the reader
-    of the output has gone.
+    ``quiet`` leaves out all of the engines' log lines but errors. Nothing here raises when the reader of the
+    output has gone.
     """
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
@@ -72,7 +70,7 @@ class Display:
 
     def line(self, name: str, line: LogLine) -> None:
         """A line of the engine's output."""
-        if line.message.strip() and (not self._quiet or line.level in _SERIOUS):
+        if line.message.strip() and (not self._quiet or line.level is Level.ERROR):
             self.say(f"{name} | {line.message.rstrip()}")
 
     def loading(self, name: str, event: Loading) -> None:
@@ -85,7 +83,7 @@ class Display:
 
     def left_out(self, name: str, flags: Sequence[Flag]) -> None:
         """The engine does not know these flags."""
-        for flag in flags:
+        for flag in () if self._quiet else flags:
             self.say(f"{name}: this engine has no option {flag.name}, left out ({flag.why})")
 
     def _show_loading(self) -> None:
