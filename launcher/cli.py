@@ -6,10 +6,12 @@ wrong configuration.
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from . import cli_insight
 
@@ -18,8 +20,28 @@ if TYPE_CHECKING:
 
     from warmslot.router.config import Config
 
+LAZY = {"simulate": ("simulate", "simulate")}
+"""Commands that are whole functions of other modules: name -> module of this package, function."""
+
+
+class _Group(TyperGroup):
+    """The top level; it imports the commands of :data:`LAZY` only when one is asked for, or all listed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *LAZY]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in LAZY and cmd_name not in self.commands:
+            module, function = LAZY[cmd_name]
+            single = typer.Typer(add_completion=False)
+            single.command(cmd_name)(getattr(import_module(f".{module}", __package__), function))
+            self.commands[cmd_name] = typer.main.get_command(single)
+        return super().get_command(ctx, cmd_name)
+
+
 app = typer.Typer(
     name="warmslot",
+    cls=_Group,
     help="Starts llama-server backends and routes to the slot that already holds most of a prompt.",
     no_args_is_help=True,
     add_completion=False,
@@ -65,9 +87,7 @@ def up(
         int | None,
         typer.Option(min=0, max=65535, help="Listen here instead of listen.port; 0 takes a free port."),
     ] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Show only warnings and errors of the engines' logs.")
-    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Of the engines' logs show errors only.")] = False,
 ) -> None:
     """Start the backends of a configuration file and serve them until Ctrl-C."""
     from .up import StartError, run

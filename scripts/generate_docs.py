@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from typer.main import get_command
+from warmslot.launcher.cli import app
 from warmslot.router.config_schema import schema_text, settings
 from warmslot.router.metrics import catalogue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 TOP = Path(__file__).resolve().parent.parent
 
@@ -69,12 +71,60 @@ alerts; `configs/grafana/` provisions data source and dashboards. For a router o
 """
 
 
+def cli_page() -> str:
+    """``docs/cli.md``."""
+    top = get_command(app)
+    parts = [_command("warmslot", top), *_commands("warmslot", top)]
+    return f"""# Command line
+
+Every command has `--help`. Exit codes: 0 done, 1 failed, 2 wrong usage or wrong configuration;
+`warmslot up` ends with 128 and the signal's number when a second signal cut it short.
+
+{chr(10).join(parts)}"""
+
+
+def _commands(prefix: str, group: Any) -> Iterator[str]:
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
+        path = f"{prefix} {name}"
+        yield _command(path, command)
+        if hasattr(command, "list_commands"):
+            yield from _commands(path, command)
+
+
+def _command(path: str, command: Any) -> str:
+    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    options = [one for one in command.params if one.param_type_name == "option"]
+    words = [path, *(["[OPTIONS]"] if options else []), *(_metavar(one) for one in arguments)]
+    if hasattr(command, "list_commands"):
+        words.append("COMMAND")
+    lines = [f"## `{path}`", "", str(command.help).strip(), "", f"`{' '.join(words)}`", ""]
+    rows = [_row(f"`{_metavar(one)}`", _help(one)) for one in arguments]
+    rows += [_row(", ".join(f"`{name}`" for name in one.opts), _help(one)) for one in options]
+    if rows:
+        lines += ["| | |", "|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def _metavar(argument: Any) -> str:
+    name: str = argument.metavar or argument.name.upper()
+    return name if argument.nargs == 1 else f"{name}..."
+
+
+def _help(parameter: Any) -> str:
+    text: str = parameter.help or ""
+    if isinstance(parameter.default, str | int | float) and not isinstance(parameter.default, bool):
+        text += f" Default: `{parameter.default}`."
+    return text
+
+
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "configs/warmslot.schema.json": schema_text,
+    "docs/cli.md": cli_page,
     "docs/configuration.md": configuration_page,
     "docs/metrics.md": metrics_page,
 }
