@@ -221,7 +221,9 @@ def _show(result: dict[str, Any]) -> None:
 def main() -> None:
     """Measure, show, write."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "router_overhead.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "router_overhead.json"
+    )
     out = parser.parse_args().out
     spawn = multiprocessing.get_context("spawn")
     engine_pipe, engine_end = spawn.Pipe()

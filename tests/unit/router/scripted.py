@@ -29,7 +29,9 @@ class ScriptedEngine:
     """Requests that were sent and have not started: id -> slot."""
     running: dict[int, str] = field(default_factory=dict)
     """Requests at work: slot -> id."""
-    asks: list[asyncio.Future[list[SlotObservation] | None]] = field(default_factory=list)
+    asks: list[tuple[asyncio.Future[list[SlotObservation] | None], list[SlotObservation]]] = field(
+        default_factory=list
+    )
     looks: int = 0
     closed: bool = False
     _seen_waiting: set[str] = field(default_factory=set)
@@ -38,7 +40,7 @@ class ScriptedEngine:
         """Wait until the test answers."""
         self.looks += 1
         answer: asyncio.Future[list[SlotObservation] | None] = asyncio.get_running_loop().create_future()
-        self.asks.append(answer)
+        self.asks.append((answer, self._picture()))
         return await answer
 
     async def health(self) -> Health:
@@ -64,25 +66,26 @@ class ScriptedEngine:
         self.waiting.pop(request_id, None)
         self.running = {slot: one for slot, one in self.running.items() if one != request_id}
 
-    def answer(self) -> None:
-        """Answer the oldest look with what is true now.
+    def answer(self, *, as_asked: bool = False) -> None:
+        """Answer the oldest look with what is true now, or with what was true when it was asked."""
+        answer, picture = self.asks.pop(0)
+        if not answer.done():
+            answer.set_result(picture if as_asked else self._picture())
 
-        What had waited when the last look was answered has started by now: the engine takes its queue in
-        between.
+    def _picture(self) -> list[SlotObservation]:
+        """What ``/slots`` says now.
+
+        What had waited at the last picture has started by now: the engine takes its queue in between.
         """
         for request_id in self._seen_waiting & self.waiting.keys():
             self.launch(request_id)
         self._seen_waiting = set(self.waiting)
-        answer = self.asks.pop(0)
-        if not answer.done():
-            answer.set_result(
-                [
-                    SlotObservation(
-                        slot,
-                        processing=slot in self.running,
-                        task=hash(self.running[slot]) if slot in self.running else None,
-                        resident_tokens=0,
-                    )
-                    for slot in range(self.count)
-                ]
+        return [
+            SlotObservation(
+                slot,
+                processing=slot in self.running,
+                task=hash(self.running[slot]) if slot in self.running else None,
+                resident_tokens=0,
             )
+            for slot in range(self.count)
+        ]

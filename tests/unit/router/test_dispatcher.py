@@ -154,7 +154,7 @@ async def test_one_idle_answer_does_not_free_what_may_not_have_started(world: Wo
     world.engine.send("a", lease.slot.slot)
     world.dispatcher.abandon("a", Outcome(Status.CANCELLED))
     await turns(5)
-    world.engine.answer()
+    world.engine.answer(as_asked=True)
     await turns(5)
     assert world.dispatcher.held().keys() == {"a"}
     world.engine.answer()
@@ -311,7 +311,7 @@ class Play:
         elif step == "turn":
             await turns(choice % 4)
         elif step == "answer" and engine.asks:
-            engine.answer()
+            engine.answer(as_asked=choice % 2 == 1)
             await turns(3)
         elif step == "restart":
             await dispatcher.backend_down("b", "it exited")
@@ -322,6 +322,8 @@ class Play:
             self.granted[name][1].drop(name)
         else:
             self._use_lease(step, choice)
+        if choice != 0:
+            await turns(2)
         await self._collect()
         self._check()
 
@@ -399,7 +401,7 @@ class Play:
         return sum(report.request.id not in granted for report in self.world.watcher.reports)
 
 
-@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9)), min_size=1, max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9)), min_size=15, max_size=80))
 @settings(max_examples=150, deadline=None)
 def test_no_order_of_events_loses_doubles_or_frees_early(steps: list[tuple[str, int]]) -> None:
     async def play() -> None:
