@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fakes.llama_server import FakeLlamaServer
-from tests.unit.router.conftest import chat, serving
-from tests.unit.router.wire_client import WireClient
+from tests.support.router import chat, serving
+from tests.support.wire_client import WireClient
 
 if TYPE_CHECKING:
     import httpx
 
-    from tests.unit.router.conftest import Service
+    from tests.support.router import Service
 
 CHAT = "/v1/chat/completions"
 

@@ -15,8 +15,8 @@ from warmslot.router.dispatcher import Dispatcher, NoBackendError, StoppingError
 from warmslot.router.settling import Timing
 from warmslot.router.values import Outcome, Prompt, Request, Status
 
-from tests.unit.router.conftest import Watcher
-from tests.unit.router.scripted import ScriptedEngine, turns
+from tests.support.router import Watcher
+from tests.support.scripted_engine import ScriptedEngine, turns
 
 if TYPE_CHECKING:
     from warmslot.router.values import Lease

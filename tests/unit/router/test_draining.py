@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.fakes.llama_server import FakeLlamaServer
-from tests.unit.router.conftest import Service, serving
+from tests.support.router import Service, serving
 
 
 async def one_running(service: Service) -> asyncio.Task[int]:

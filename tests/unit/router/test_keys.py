@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fakes.llama_server import FakeLlamaServer
-from tests.unit.router.conftest import chat, serving
+from tests.support.router import chat, serving
 
 KEYS = [{"name": "anna", "value": "secret-a"}, {"name": "ben", "value": "secret-b"}]
 

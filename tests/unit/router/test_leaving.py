@@ -10,11 +10,11 @@ import pytest
 from warmslot.router.values import Status
 
 from tests.fakes.llama_server import FakeLlamaServer
-from tests.unit.router.conftest import QUICK, chat, serving
-from tests.unit.router.wire_client import WireClient
+from tests.support.router import QUICK, chat, serving
+from tests.support.wire_client import WireClient
 
 if TYPE_CHECKING:
-    from tests.unit.router.conftest import Service
+    from tests.support.router import Service
 
 CHAT = "/v1/chat/completions"
 

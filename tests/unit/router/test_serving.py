@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fakes.llama_server import FakeLlamaServer
-from tests.unit.router.conftest import chat, serving, text_of
+from tests.support.router import chat, serving, text_of
 
 if TYPE_CHECKING:
-    from tests.unit.router.conftest import Service
+    from tests.support.router import Service
 
 
 def events(text: str) -> list[Any]:
