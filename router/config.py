@@ -164,7 +164,8 @@ class Pool(Section):
     aliases: tuple[Annotated[str, Field(pattern=POOL_PATTERN)], ...] = ()
     """Other model names that lead here."""
     default: bool = False
-    """Requests that name no known model come here; to the first pool where none says so."""
+    """Requests that name no model, or one that no pool has, come here. Where no pool
+    says so, the first one takes those that name none; an unknown model is answered with 404."""
     scheduling: Scheduling = Scheduling()
     """How this pool's requests are ordered and how many run at once."""
     backends: tuple[Backend, ...] = Field(min_length=1)
