@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -176,13 +177,9 @@ async def serving(
     config = config_for(len(engines), **more)
     router = create_router(config, observers=[watcher], timing=timing)
     server = uvicorn.Server(server_config(router.app, config))
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        if task.done():
-            task.result()
-        await asyncio.wait({task}, timeout=0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
+    listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    task = asyncio.create_task(server.serve(sockets=[listening]))
     try:
         if ready:
             for number, engine in enumerate(engines):
