@@ -6,11 +6,13 @@ and no saving and clearing of idle slots behind the router's back.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from .engine import canonical
+from .orphans import MARK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,6 +54,18 @@ class Command:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     left_out: tuple[Flag, ...] = ()
+    changes: Mapping[str, str] = field(default_factory=dict)
+    """What of ``env`` the backend's own settings made."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for commands that start the same thing."""
+        words = "\0".join([*self.argv, *(f"{name}={value}" for name, value in sorted(self.changes.items()))])
+        return hashlib.blake2b(words.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+    def marked(self, mark: str) -> Command:
+        """The same, with an environment variable by which its processes are found again."""
+        return replace(self, env={**self.env, MARK: mark})
 
 
 def build_command(
@@ -80,7 +94,7 @@ def build_command(
     _refuse_clashes(engine, backend, flags)
     argv = (*engine.command, *(word for flag in kept for word in flag.words), *backend.args)
     inherited = os.environ if env is None else env
-    return Command(argv, {**inherited, **backend.env}, tuple(lacking))
+    return Command(argv, {**inherited, **backend.env}, tuple(lacking), backend.env)
 
 
 def _profile(backend: Backend, model: Path, host: str, port: int) -> list[Flag]:

@@ -46,6 +46,8 @@ class State(StrEnum):
 class Event(StrEnum):
     """What can happen to a backend."""
 
+    ADOPT = "adopt"
+    """It runs already, started by an earlier launcher, and serves."""
     START = "start"
     """It is to run (asked for, or its back-off is over)."""
     SPAWNED = "spawned"
@@ -64,6 +66,7 @@ class Event(StrEnum):
 
 TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.ABSENT, Event.START): State.STARTING,
+    (State.ABSENT, Event.ADOPT): State.READY,
     (State.ABSENT, Event.STOP): State.STOPPED,
     (State.STARTING, Event.SPAWNED): State.LOADING,
     (State.STARTING, Event.EXITED): State.CRASHED,
@@ -163,10 +166,11 @@ class Child:
         negative for a signal."""
 
     @classmethod
-    def spawn(cls, command: Command, on_line: Callable[[LogLine], None]) -> Child:
+    def spawn(cls, command: Command, on_line: Callable[[LogLine], None], *, outlive: bool = False) -> Child:
         """Start ``command``; ``on_line`` gets each line of output and must return at once. Raises OSError.
 
-        Belongs on the main thread: the system ties the parent-death signal to the thread that forks.
+        ``outlive``: it lives on when we are killed. Belongs on the main thread: the system ties the
+        parent-death signal to the thread that forks.
         """
         process = subprocess.Popen(  # noqa: S603 - the program is the operator's own choice
             command.argv,
@@ -175,7 +179,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent(os.getpid()),  # noqa: PLW1509 - two system calls, made ready before
+            preexec_fn=None if outlive else _die_with_parent(os.getpid()),  # noqa: PLW1509 - two system calls, made ready before
         )
         return cls(process, on_line)
 
@@ -303,8 +307,10 @@ _HOPELESS = (
 """What another try will not change."""
 
 
-def explain_exit(status: int, tail: deque[LogLine]) -> tuple[str, bool]:
+def explain_exit(status: int | None, tail: deque[LogLine]) -> tuple[str, bool]:
     """Say in one line why a process ended, and whether trying again is pointless.
+
+    ``status`` is ``None`` where it is not known.
 
     The engine's most telling line is its first error that is not a mere echo of another.
     """
@@ -314,8 +320,8 @@ def explain_exit(status: int, tail: deque[LogLine]) -> tuple[str, bool]:
     telling = [text for text in errors if not any(generic in text for generic in _GENERIC)]
     said = (telling or errors or [""])[0]
     hopeless = any(mark in text for text in errors for mark in _HOPELESS)
-    how = f"exit status {status}"
-    if status < 0:
+    how = "it ended" if status is None else f"exit status {status}"
+    if status is not None and status < 0:
         how = f"killed by {_signal_name(-status)}"
         if -status == signal.SIGKILL:
             how += " (out of memory?)"

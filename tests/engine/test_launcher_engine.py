@@ -7,21 +7,27 @@ import json
 import os
 import signal
 import subprocess
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from warmslot.launcher.command import build_command
 from warmslot.launcher.logs import (
     Cancelled,
     Launched,
+    Listening,
     Loading,
     PromptTiming,
     Released,
     Selected,
     Selection,
     Stage,
+    parse,
 )
-from warmslot.launcher.supervisor import Launch, RestartPolicy, Supervisor
+from warmslot.launcher.orphans import StateFolder
+from warmslot.launcher.restarts import RestartPolicy
+from warmslot.launcher.supervisor import Launch, Manners, Supervisor
 from warmslot.router.config import Backend
 
 from tests.support.launcher import PATIENCE, Recorder, gone
@@ -30,9 +36,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from warmslot.launcher.command import Command
     from warmslot.launcher.engine import Engine
 
 QUICK = RestartPolicy(first=0.01, ceiling=0.02, budget=2)
+GENTLE = Manners(QUICK, drain_timeout=PATIENCE, stop_timeout=PATIENCE)
 SLOTS, CONTEXT = 2, 1024
 
 
@@ -63,7 +71,7 @@ class Running:
 async def running(engine_binary: Engine, model: Path, tmp_path: Path) -> AsyncIterator[Running]:
     recorder = Recorder()
     spec = launch(engine_binary, model, slot_save_path=str(tmp_path))
-    async with Supervisor([spec], recorder, recorder, policy=QUICK, stop_timeout=PATIENCE) as supervisor:
+    async with Supervisor([spec], recorder, recorder, manners=GENTLE) as supervisor:
         _, url, *_ = await recorder.until("ready")
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, trust_env=False) as client:
             yield Running(recorder, supervisor, client)
@@ -71,9 +79,7 @@ async def running(engine_binary: Engine, model: Path, tmp_path: Path) -> AsyncIt
 
 async def test_a_life_from_start_to_stop(engine_binary: Engine, model: Path) -> None:
     recorder = Recorder()
-    async with Supervisor(
-        [launch(engine_binary, model)], recorder, recorder, stop_timeout=PATIENCE
-    ) as supervisor:
+    async with Supervisor([launch(engine_binary, model)], recorder, recorder, manners=GENTLE) as supervisor:
         name, url, slots, context, fresh = await recorder.until("ready")
         pid = supervisor.status()[0].pid
     assert (name, slots, context, fresh) == ("real", SLOTS, CONTEXT, True)
@@ -163,9 +169,7 @@ async def test_slots_are_saved_and_restored(running: Running, tmp_path: Path) ->
 @pytest.mark.parametrize("moment", ["loading", "ready"])
 async def test_a_killed_engine_is_started_again(engine_binary: Engine, model: Path, moment: str) -> None:
     recorder = Recorder()
-    supervisor = Supervisor(
-        [launch(engine_binary, model)], recorder, recorder, policy=QUICK, stop_timeout=PATIENCE
-    )
+    supervisor = Supervisor([launch(engine_binary, model)], recorder, recorder, manners=GENTLE)
     async with supervisor:
         await recorder.until_state("real", moment)
         pid = supervisor.status()[0].pid
@@ -181,9 +185,7 @@ async def test_a_killed_engine_is_started_again(engine_binary: Engine, model: Pa
 
 async def test_a_stop_while_loading_leaves_nothing(engine_binary: Engine, model: Path) -> None:
     recorder = Recorder()
-    async with Supervisor(
-        [launch(engine_binary, model)], recorder, recorder, stop_timeout=PATIENCE
-    ) as supervisor:
+    async with Supervisor([launch(engine_binary, model)], recorder, recorder, manners=GENTLE) as supervisor:
         await recorder.until_true(lambda: Loading(Stage.READING) in recorder.events)
         pid = supervisor.status()[0].pid
     assert pid is not None
@@ -204,7 +206,7 @@ async def test_a_truncated_model_fails_with_the_engines_reason(
 ) -> None:
     recorder = Recorder()
     launches = [launch(engine_binary, shortened(model, tmp_path, size))]
-    async with Supervisor(launches, recorder, recorder, policy=QUICK) as supervisor:
+    async with Supervisor(launches, recorder, recorder, manners=GENTLE) as supervisor:
         [status] = await supervisor.wait_settled()
     assert status.state == "failed"
     assert said in status.reason
@@ -217,7 +219,7 @@ async def test_a_truncated_model_fails_with_the_engines_reason(
 async def test_an_unknown_flag_fails_with_the_engines_reason(engine_binary: Engine, model: Path) -> None:
     recorder = Recorder()
     launches = [launch(engine_binary, model, args=("--frobnicate",))]
-    async with Supervisor(launches, recorder, recorder, policy=QUICK) as supervisor:
+    async with Supervisor(launches, recorder, recorder, manners=GENTLE) as supervisor:
         [status] = await supervisor.wait_settled()
     assert status.state == "failed"
     assert "--frobnicate" in status.reason
@@ -231,7 +233,7 @@ async def test_a_port_in_use_is_named(engine_binary: Engine, model: Path) -> Non
         port = stranger.sockets[0].getsockname()[1]
         spec = launch(engine_binary, model)
         launches = [Launch(spec.backend, spec.engine, port=port)]
-        async with Supervisor(launches, recorder, recorder, policy=QUICK) as supervisor:
+        async with Supervisor(launches, recorder, recorder, manners=GENTLE) as supervisor:
             [status] = await supervisor.wait_settled()
     assert status.state == "failed"
     assert f"couldn't bind HTTP server socket, hostname: 127.0.0.1, port: {port}" in status.reason
@@ -253,3 +255,44 @@ def test_the_embedded_engine_has_upstreams_defaults(engine_binary: Engine, model
         process.stdout.read()
     assert shape == "n_slots = 4, n_ctx_slot = 2048, kv_unified = 'true'"
     assert json.loads(props)["total_slots"] == 4
+
+
+async def test_an_engine_lives_on_without_its_launcher_and_is_taken_over(
+    engine_binary: Engine, model: Path, tmp_path: Path
+) -> None:
+    """Its log goes nowhere then, and it must not mind that."""
+    spec = launch(engine_binary, model)
+    command = build_command(engine_binary, spec.backend, model)
+    state = StateFolder(tmp_path)
+    state.acquire()
+    process, url = abandoned(state, command)
+    with process:
+        recorder = Recorder()
+        manners = replace(GENTLE, outlive=True)
+        async with Supervisor([spec], recorder, recorder, manners=manners, folder=state) as supervisor:
+            assert await recorder.until("ready") == ("real", url, SLOTS, CONTEXT, False)
+            assert supervisor.status()[0].pid == process.pid
+            async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, trust_env=False) as client:
+                running = Running(recorder, supervisor, client)
+                assert (await running.complete("still here", id_slot=0))["timings"]["predicted_n"] == 4
+        assert process.wait(PATIENCE) in {0, -signal.SIGTERM}
+    state.release()
+
+
+def abandoned(state: StateFolder, command: Command) -> tuple[subprocess.Popen[str], str]:
+    """An engine as a launcher starts it, whose output nobody reads any more; and its address."""
+    mark = state.announce("real", command.fingerprint)
+    process = subprocess.Popen(
+        command.argv,
+        env=dict(command.marked(mark).env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    state.started("real", process.pid)
+    events = (parse(line).event for line in process.stdout)
+    url = next(event.url for event in events if isinstance(event, Listening))
+    state.serving("real", url)
+    process.stdout.close()
+    return process, url

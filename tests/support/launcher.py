@@ -44,11 +44,23 @@ class Recorder:
         self.calls: list[tuple[Any, ...]] = []
         self.events: list[LogEvent] = []
         self.lines: list[str] = []
+        self.idle = asyncio.Event()
+        """Clear it, and drains take until it is set."""
+        self.idle.set()
         self._changed = asyncio.Condition()
         self._waker: set[asyncio.Task[None]] = set()
 
     async def backend_ready(self, name: str, url: str, slots: int, context: int, *, fresh: bool) -> None:
         self._note(("ready", name, url, slots, context, fresh))
+
+    async def backend_draining(self, name: str) -> None:
+        self._note(("draining", name))
+        if not self.idle.is_set():
+            try:
+                await self.idle.wait()
+            except asyncio.CancelledError:
+                self._note(("resumed", name))
+                raise
 
     async def backend_down(self, name: str, reason: str) -> None:
         self._note(("down", name, reason))

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LEGAL = {
-    State.ABSENT: {Event.START: State.STARTING, Event.STOP: State.STOPPED},
+    State.ABSENT: {
+        Event.START: State.STARTING,
+        Event.ADOPT: State.READY,
+        Event.STOP: State.STOPPED,
+    },
     State.STARTING: {
         Event.SPAWNED: State.LOADING,
         Event.EXITED: State.CRASHED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from warmslot.launcher.supervisor import RestartPolicy, Restarts
+from warmslot.launcher.restarts import RestartPolicy, Restarts
 
 POLICY = RestartPolicy(first=1.0, ceiling=10.0, jitter=0.5, budget=4, window=100.0, forgive=1000.0)
 
