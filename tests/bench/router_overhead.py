@@ -106,7 +106,7 @@ def _router(pipe: Connection, engine_port: int) -> None:
                 "pools": [
                     {
                         "name": "m",
-                        "scheduling": {"in_flight": "slots"},
+                        "scheduling": {"in_flight": "slots", "linger": 0},
                         "backends": [{"name": "b0", "model": "demo"}],
                     }
                 ],

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from warmslot.router.settling import Timing
 
 from tests.engine.conftest import CONTEXT, SLOTS, RunningEngine
 from tests.support.router import chat, sample, serving, text_of
@@ -45,6 +46,14 @@ def two_slots(engine_binary: Engine, model: Path) -> Iterator[RunningEngine]:
     running.stop()
 
 
+@pytest.fixture(scope="module")
+def four_slots(engine_binary: Engine, model: Path) -> Iterator[RunningEngine]:
+    """The same with four slots."""
+    running = RunningEngine(engine_binary, model, "-t", "1")
+    yield running
+    running.stop()
+
+
 @contextlib.asynccontextmanager
 async def routed(engine: RunningEngine, slots: int, **more: Any) -> AsyncIterator[Service]:
     """A router in front of an engine that others have used before."""
@@ -65,7 +74,7 @@ class Conversation:
     def __init__(self, service: Service, topic: str) -> None:
         self.service = service
         self.messages: list[dict[str, Any]] = [
-            {"role": "system", "content": f"You know all about {topic}. " + f"Be brief on {topic}. " * 12},
+            {"role": "system", "content": f"You know all about {topic}. " + f"Be brief on {topic}. " * 8},
         ]
         self.resident = 0
         self.slot = ""
@@ -105,13 +114,13 @@ async def test_two_conversations_and_a_stranger_on_two_slots(two_slots: RunningE
         assert before - cached <= 2, "the stranger took the other slot"
 
 
-async def test_predictions_hold_over_a_mixed_run(engine: RunningEngine) -> None:
+async def test_predictions_hold_over_a_mixed_run(four_slots: RunningEngine) -> None:
     chance = random.Random(7)  # noqa: S311 - reproducible, not secret
-    async with routed(engine, SLOTS) as service:
+    async with routed(four_slots, SLOTS) as service:
         conversations = [
             Conversation(service, topic) for topic in ("cats", "dogs", "owls", "bees", "ants", "elk")
         ]
-        for number in range(24):
+        for number in range(20):
             conversation = chance.choice(conversations)
             predicted, cached = await conversation.turn(f"Tell me more, part {number}.")
             assert abs(predicted - cached) <= max(16, 0.02 * cached)
@@ -125,40 +134,49 @@ async def test_predictions_hold_over_a_mixed_run(engine: RunningEngine) -> None:
         )
 
 
-async def test_two_hundred_at_once_each_get_their_own_answer(engine: RunningEngine) -> None:
-    """Greedy answers to a repetition task depend on the prompt alone: a mixed-up slot would show."""
-    lines = len(engine.lines)
-    async with routed(engine, SLOTS, scheduling={"in_flight": "slots", "queue": "fifo"}) as service:
+async def test_two_hundred_at_once_each_get_their_own_answer(four_slots: RunningEngine) -> None:
+    """Fifty conversations of four turns. A grammar makes each answer its conversation's own mark."""
+    lines = len(four_slots.lines)
+    async with routed(four_slots, SLOTS) as service:
         before = await engine_metric(service, "prompt_tokens_total")
 
-        async def one(number: int) -> None:
-            mark = f"{number:03d}"
-            prompt = "".join(f"item {mark}; " for _ in range(6)) + "item"
-            body = {"prompt": prompt, "n_predict": 3, "temperature": 0, "stream": number % 2 == 0}
-            answer = await service.http.post("/completion", json=body)
-            assert answer.status_code == 200
-            assert mark in text_of(answer.text).replace(" ", "")
+        async def conversation(number: int) -> None:
+            mark, text = f"m{number:03d}", f"Conversation {number}. "
+            for turn in range(4):
+                body = {
+                    "prompt": text,
+                    "n_predict": 8,
+                    "temperature": 0,
+                    "stream": (number + turn) % 2 == 0,
+                    "grammar": f'root ::= "{mark}"',
+                }
+                answer = await service.http.post("/completion", json=body)
+                assert answer.status_code == 200
+                assert text_of(answer.text) == mark
+                text += f"{mark} and "
 
-        await asyncio.gather(*(one(number) for number in range(200)))
+        await asyncio.gather(*(conversation(number) for number in range(50)))
         assert service.router.dispatcher.held() == {}
         assert await engine_metric(service, "requests_deferred") == 0
         processed = await service.metric("warmslot_prompt_tokens_total", reuse="processed")
         assert await engine_metric(service, "prompt_tokens_total") - before == processed
-    await engine.settled()
+        assert await service.metric("warmslot_prompt_tokens_total", reuse="cached") > 0
+    await four_slots.settled()
+    launched = 0
     busy: set[str] = set()
-    for line in engine.lines[lines:]:
+    for line in four_slots.lines[lines:]:
         if found := LAUNCH.search(line):
             assert found[1] not in busy, "two requests on one slot"
             busy.add(found[1])
+            launched += 1
         elif found := RELEASE.search(line):
             busy.discard(found[1])
+    assert launched == 200
 
 
 @pytest.mark.parametrize("phase", ["before the first byte", "in mid-stream", "while queued"])
 async def test_a_client_leaves_while_another_streams(two_slots: RunningEngine, phase: str) -> None:
     """With the dispatcher's real patience: how late the engine notices is the engine's own affair."""
-    from warmslot.router.settling import Timing  # noqa: PLC0415
-
     async with routed(two_slots, 2, timing=Timing()) as service:
         long = {"temperature": 0, "ignore_eos": True, "stream": True}
         other = await WireClient.post(service.url, CHAT, chat("Count to a thousand.", max_tokens=300, **long))
