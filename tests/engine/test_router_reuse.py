@@ -39,17 +39,17 @@ class Address:
 
 
 @pytest.fixture(scope="module")
-def two_slots(engine_binary: Engine, model: Path) -> Iterator[RunningEngine]:
+def two_slots(installed_engine: Engine, demo_model: Path) -> Iterator[RunningEngine]:
     """An engine of these tests' own, which may be filled and killed."""
-    running = RunningEngine(engine_binary, model, "-np", "2", "-c", str(2 * CONTEXT), "-t", "1")
+    running = RunningEngine(installed_engine, demo_model, "-np", "2", "-c", str(2 * CONTEXT), "-t", "1")
     yield running
     running.stop()
 
 
 @pytest.fixture(scope="module")
-def four_slots(engine_binary: Engine, model: Path) -> Iterator[RunningEngine]:
+def four_slots(installed_engine: Engine, demo_model: Path) -> Iterator[RunningEngine]:
     """The same with four slots."""
-    running = RunningEngine(engine_binary, model, "-t", "1")
+    running = RunningEngine(installed_engine, demo_model, "-t", "1")
     yield running
     running.stop()
 
@@ -209,9 +209,9 @@ async def test_a_client_leaves_while_another_streams(two_slots: RunningEngine, p
         assert {answer.status_code for answer in answers} == {200}
 
 
-async def test_an_engine_killed_in_mid_stream(engine_binary: Engine, model: Path) -> None:
+async def test_an_engine_killed_in_mid_stream(installed_engine: Engine, demo_model: Path) -> None:
     flags = ("-np", "2", "-c", str(2 * CONTEXT), "-t", "1")
-    first = RunningEngine(engine_binary, model, *flags)
+    first = RunningEngine(installed_engine, demo_model, *flags)
     try:
         async with serving([Address(first.base_url, 2, CONTEXT)]) as service:
             dispatcher = service.router.dispatcher
@@ -226,7 +226,7 @@ async def test_an_engine_killed_in_mid_stream(engine_binary: Engine, model: Path
             await service.watcher.until(lambda w: w.level["m"] >= 1)
             await dispatcher.backend_down("b0", "it was killed")
             assert dispatcher.slots() == []
-            second = RunningEngine(engine_binary, model, *flags)
+            second = RunningEngine(installed_engine, demo_model, *flags)
             try:
                 await dispatcher.backend_ready("b0", second.base_url, 2, CONTEXT, fresh=True)
                 answer = await waiting

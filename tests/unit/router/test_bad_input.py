@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -120,17 +121,34 @@ async def test_leaving_in_the_middle_of_the_body(service: Service) -> None:
     assert (await service.chat("mark-a hi", max_tokens=6)).status_code == 200
 
 
-async def test_a_client_that_does_not_read_stalls_nobody_and_frees_its_slot(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("warmslot.router.outbox.LIMIT", 2**20)
-    body = chat("mark-s hi", stream=True, max_tokens=1500, ignore_eos=True)
-    deaf = await WireClient.post(service.url, CHAT, body)
-    await deaf.head()
+async def test_a_client_that_does_not_read_stalls_nobody_and_frees_its_slot(service: Service) -> None:
+    """Spoken to the application itself: a socket's buffers would hide the client's deafness."""
+    heard: list[Any] = []
+    hearing, asked = asyncio.Event(), asyncio.Event()
+
+    async def receive() -> Any:
+        if asked.is_set():
+            await asyncio.Event().wait()
+        asked.set()
+        body = chat("mark-s hi", stream=True, max_tokens=900, ignore_eos=True)
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        if heard:
+            await hearing.wait()
+        heard.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "headers": []}
+    deaf = asyncio.create_task(service.router.app({**scope, "query_string": b""}, receive, send))
     await service.watcher.until(lambda w: w.reports)
-    assert service.watcher.reports[0].output_tokens == 1500
+    assert service.watcher.reports[0].output_tokens == 900
+    assert len(heard) == 1
     assert (await service.chat("mark-a hi", max_tokens=6)).status_code == 200
-    deaf.leave()
+    hearing.set()
+    await deaf
+    whole = b"".join(message.get("body", b"") for message in heard)
+    assert whole.count(b"data: ") > 900
+    assert whole.endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_full_queue_is_a_429_with_a_time_to_come_back() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from warmslot.router.values import Status
 
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.support.router import QUICK, chat, serving
+from tests.support.scripted_engine import turns
 from tests.support.wire_client import WireClient
 
 if TYPE_CHECKING:
@@ -172,3 +174,42 @@ async def test_a_release_in_the_engines_log_hastens_the_look() -> None:
         [held] = dispatcher.held().values()
         dispatcher.log_event("b0", Released(held.lease.slot.slot))
         await service.watcher.until(lambda w: w.reports)
+
+
+async def test_leaving_while_no_backend_is_up() -> None:
+    async with FakeLlamaServer() as fake, serving([fake], ready=False) as service:
+        client = await WireClient.post(service.url, CHAT, chat("mark-x hi"))
+        await service.http.get("/health")
+        client.leave()
+        await service.router.dispatcher.backend_ready("b0", fake.base_url, 4, 2048, fresh=True)
+        await all_four_slots_serve(service)
+        assert len(fake.generations()) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_leaving_at_any_moment(service: Service, stream: bool) -> None:
+    """The client goes after so many rounds of the event loop: that hits every place where anything waits."""
+    raw = json.dumps(chat("mark-x hi", stream=stream, max_tokens=4)).encode()
+    scope = {"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "headers": []}
+    stayed = 0
+    for rounds in range(120):
+        messages = [{"type": "http.request", "body": raw, "more_body": False}]
+
+        async def receive(rounds: int = rounds, messages: list[Any] = messages) -> Any:
+            if messages:
+                return messages.pop()
+            await turns(rounds)
+            return {"type": "http.disconnect"}
+
+        said: list[Any] = []
+
+        async def send(message: Any, said: list[Any] = said) -> None:
+            said.append(message)
+
+        await service.router.app({**scope, "query_string": b""}, receive, send)
+        await service.watcher.until(lambda w: w.level.get("m", 0) == 0)
+        assert service.router.dispatcher.held() == {}
+        stayed += bool(said) and said[-1].get("more_body") is False
+    assert 0 < stayed < 120, "some left in time, some were served first"
+    assert service.fake.violations == []
+    await all_four_slots_serve(service)
