@@ -17,11 +17,13 @@ from .core import CoreSettings, RouterCore
 from .dispatcher import Dispatcher
 from .generation import Generation, Shop
 from .journal import Journal
+from .live import Live
 from .metrics import Metrics
 from .pages import EngineMetrics, Healthy, Models, OwnMetrics
 from .passthrough import Passthrough
 from .pools import Pools
 from .settling import Timing
+from .ui import Feed, LiveEvents, LivePage, SwitchedOff
 from .values import Route
 
 if TYPE_CHECKING:
@@ -51,7 +53,11 @@ class Router:
 
 
 def create_app(
-    config: Config, dispatcher: Dispatcher, metrics: Metrics, journal: Journal | None = None
+    config: Config,
+    dispatcher: Dispatcher,
+    metrics: Metrics,
+    journal: Journal | None = None,
+    live: Live | None = None,
 ) -> Starlette:
     """The application over a dispatcher that somebody else starts and stops.
 
@@ -70,6 +76,7 @@ def create_app(
         Path("/v1/health", Healthy(shop), methods=["GET"]),
         Path("/metrics", OwnMetrics(shop), methods=["GET"]),
         Path("/backends/{name}/metrics", EngineMetrics(shop), methods=["GET"]),
+        *_live_page(dispatcher, live),
         Path("/{path:path}", Passthrough(shop)),
     ]
 
@@ -93,6 +100,14 @@ def create_app(
     )
 
 
+def _live_page(dispatcher: Dispatcher, live: Live | None) -> list[Path]:
+    if live is None:
+        return [Path(path, SwitchedOff()) for path in ("/ui", "/ui/events")]
+    feed = Feed(lambda: live.snapshot(dispatcher), over=lambda: dispatcher.stopping)
+    # With every method, so that none of them reaches an engine by a path that needs no key.
+    return [Path("/ui", LivePage()), Path("/ui/events", LiveEvents(feed))]
+
+
 def create_router(
     config: Config, *, observers: Sequence[Observer] = (), timing: Timing | None = None
 ) -> Router:
@@ -112,14 +127,15 @@ def create_router(
     if journal is not None:
         journal.open()
         metrics.watch(journal)
+    live = Live(pools) if config.ui else None
     core = RouterCore({pool.name: core_settings(pool.scheduling) for pool in config.pools})
     dispatcher = Dispatcher(
         core,
         pools,
-        observers=[metrics, *(() if journal is None else (journal,)), *observers],
+        observers=[metrics, *(one for one in (journal, live) if one is not None), *observers],
         timing=timing or Timing(hold=config.limits.hold_timeout),
     )
-    return Router(create_app(config, dispatcher, metrics, journal), dispatcher, metrics, journal)
+    return Router(create_app(config, dispatcher, metrics, journal, live), dispatcher, metrics, journal)
 
 
 def core_settings(scheduling: Scheduling) -> CoreSettings:

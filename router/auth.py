@@ -19,8 +19,8 @@ CLIENT = "warmslot.client"
 ANYONE = "other"
 """The name of a client without a key of its own."""
 
-OPEN_PATHS = frozenset({"/health", "/v1/health"})
-"""Served without a key: load balancers ask them."""
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ui"})
+"""Served without a key: load balancers ask for health; the live page holds no data before it has a key."""
 
 
 class KeyCheck:

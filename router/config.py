@@ -253,6 +253,8 @@ class Config(Section):
     """Bounds that keep one client from hurting the others."""
     journal: Journal = Journal()
     """The record of finished requests."""
+    ui: bool = True
+    """Whether the live page is served at `/ui`. Its data asks for a key where keys are configured."""
     pools: tuple[Pool, ...] = Field(min_length=1)
     """The models that are served."""
 

@@ -254,6 +254,15 @@ class Dispatcher:
         """Every slot, as the core sees it."""
         return self._core.slots()
 
+    def waiting(self) -> list[Request]:
+        """Requests that wait for a lease, in the order of their arrival."""
+        return [waiting.request for waiting in self._waiting.values()]
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._stopping
+
     def held(self) -> Mapping[str, Held]:
         """Leases that are out, by request id. Read only."""
         return self._held
