@@ -343,9 +343,10 @@ class Dispatcher:
 
         async def came_up() -> None:
             props = await client.props()
-            if props.total_slots is None or props.context is None:
-                raise EngineBroke(name, "/props tells neither slots nor context")
-            await self.backend_ready(name, url, props.total_slots, props.context, fresh=False)
+            slots = props.total_slots or len(await client.slots() or ())
+            if not slots:
+                raise EngineBroke(name, "neither /props nor /slots tells how many slots it has")
+            await self.backend_ready(name, url, slots, props.context or 0, fresh=False)
 
         backend.watch = HealthWatch(
             client,

@@ -45,6 +45,8 @@ class HealthWatch:
         self._went_down = went_down
         self._trusted = trusted
         self._failures = 0
+        self._told = ""
+        """The last complaint: it is made once, not at every look."""
         self._look_now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.suspecting = False
@@ -93,7 +95,9 @@ class HealthWatch:
             try:
                 await self._came_up()
             except (EngineUnreachable, EngineBroke, EngineError) as error:
-                log.warning("%s is healthy but of no use: %s", self._client.name, error)
+                if str(error) != self._told:
+                    self._told = str(error)
+                    log.warning("backend %s is healthy but of no use: %s", self._client.name, error)
                 return
         if good:
             self._failures = 0

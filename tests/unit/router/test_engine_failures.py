@@ -177,3 +177,20 @@ async def test_draining_sends_the_queue_away_and_waits_for_what_runs() -> None:
         fake.token.release()
         assert (await running).status_code == 200
         await drained
+
+
+async def test_slots_are_counted_where_props_does_not_tell() -> None:
+    async with FakeLlamaServer(slots=3) as fake, serving([fake], ready=False) as service:
+        fake.missing |= {"total_slots", "default_generation_settings"}
+        service.router.dispatcher.watch_remote("b0", fake.base_url)
+        await service.watcher.until(lambda w: w.changes == [("b0", True)])
+        assert len(service.router.dispatcher.slots()) == 3
+
+
+async def test_a_backend_of_no_use_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeLlamaServer() as fake, serving([fake], ready=False) as service:
+        fake.missing |= {"total_slots", "slots"}
+        service.router.dispatcher.watch_remote("b0", fake.base_url)
+        await fake.until(lambda f: [r.path for r in f.requests].count("/props") >= 3)
+        assert service.watcher.changes == []
+        assert len([r for r in caplog.records if "of no use" in r.getMessage()]) == 1
