@@ -16,7 +16,7 @@ from warmslot.router.live import COLUMNS, WIDTH, History, Live
 from warmslot.router.ui import MOST_VIEWERS, Feed
 
 from tests.fakes.llama_server import FakeLlamaServer
-from tests.unit.router.conftest import Service, chat, sample, serving
+from tests.support.router import Service, chat, sample, serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
