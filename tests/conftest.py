@@ -101,7 +101,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Note on each report which engine its test ran on."""
     report = yield
     callspec = getattr(item, "callspec", None)
-    for name in ("engine", "installed_engine", "engine_binary"):
+    for name in ("engine", "installed_engine"):
         if callspec is not None and name in callspec.params:
             report.user_properties.append(("engine", str(callspec.params[name])))
     return report

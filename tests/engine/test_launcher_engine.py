@@ -68,18 +68,20 @@ class Running:
 
 
 @pytest.fixture
-async def running(engine_binary: Engine, model: Path, tmp_path: Path) -> AsyncIterator[Running]:
+async def running(installed_engine: Engine, demo_model: Path, tmp_path: Path) -> AsyncIterator[Running]:
     recorder = Recorder()
-    spec = launch(engine_binary, model, slot_save_path=str(tmp_path))
+    spec = launch(installed_engine, demo_model, slot_save_path=str(tmp_path))
     async with Supervisor([spec], recorder, recorder, manners=GENTLE) as supervisor:
         _, url, *_ = await recorder.until("ready")
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, trust_env=False) as client:
             yield Running(recorder, supervisor, client)
 
 
-async def test_a_life_from_start_to_stop(engine_binary: Engine, model: Path) -> None:
+async def test_a_life_from_start_to_stop(installed_engine: Engine, demo_model: Path) -> None:
     recorder = Recorder()
-    async with Supervisor([launch(engine_binary, model)], recorder, recorder, manners=GENTLE) as supervisor:
+    async with Supervisor(
+        [launch(installed_engine, demo_model)], recorder, recorder, manners=GENTLE
+    ) as supervisor:
         name, url, slots, context, fresh = await recorder.until("ready")
         pid = supervisor.status()[0].pid
     assert (name, slots, context, fresh) == ("real", SLOTS, CONTEXT, True)
@@ -93,8 +95,8 @@ async def test_a_life_from_start_to_stop(engine_binary: Engine, model: Path) -> 
     assert any("cleaning up before exit" in line for line in recorder.lines)
 
 
-async def test_both_engines_take_the_launch_profile(running: Running, engine_binary: Engine) -> None:
-    lacking = [] if engine_binary.kind == "stock" else [("real", ["--log-jsonl"])]
+async def test_both_engines_take_the_launch_profile(running: Running, installed_engine: Engine) -> None:
+    lacking = [] if installed_engine.kind == "stock" else [("real", ["--log-jsonl"])]
     assert running.recorder.of("left_out") == lacking
     assert any("kv_unified = 'false'" in line for line in running.recorder.lines)
 
@@ -167,9 +169,11 @@ async def test_slots_are_saved_and_restored(running: Running, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("moment", ["loading", "ready"])
-async def test_a_killed_engine_is_started_again(engine_binary: Engine, model: Path, moment: str) -> None:
+async def test_a_killed_engine_is_started_again(
+    installed_engine: Engine, demo_model: Path, moment: str
+) -> None:
     recorder = Recorder()
-    supervisor = Supervisor([launch(engine_binary, model)], recorder, recorder, manners=GENTLE)
+    supervisor = Supervisor([launch(installed_engine, demo_model)], recorder, recorder, manners=GENTLE)
     async with supervisor:
         await recorder.until_state("real", moment)
         pid = supervisor.status()[0].pid
@@ -183,9 +187,11 @@ async def test_a_killed_engine_is_started_again(engine_binary: Engine, model: Pa
     assert recorder.of("down")[:-1] == ([] if moment == "loading" else [("real", reason)])
 
 
-async def test_a_stop_while_loading_leaves_nothing(engine_binary: Engine, model: Path) -> None:
+async def test_a_stop_while_loading_leaves_nothing(installed_engine: Engine, demo_model: Path) -> None:
     recorder = Recorder()
-    async with Supervisor([launch(engine_binary, model)], recorder, recorder, manners=GENTLE) as supervisor:
+    async with Supervisor(
+        [launch(installed_engine, demo_model)], recorder, recorder, manners=GENTLE
+    ) as supervisor:
         await recorder.until_true(lambda: Loading(Stage.READING) in recorder.events)
         pid = supervisor.status()[0].pid
     assert pid is not None
@@ -202,10 +208,10 @@ def shortened(model: Path, folder: Path, size: int) -> Path:
 
 @pytest.mark.parametrize(("size", "said"), [(100_000, "failed to read"), (4_000_000, "")])
 async def test_a_truncated_model_fails_with_the_engines_reason(
-    engine_binary: Engine, model: Path, tmp_path: Path, size: int, said: str
+    installed_engine: Engine, demo_model: Path, tmp_path: Path, size: int, said: str
 ) -> None:
     recorder = Recorder()
-    launches = [launch(engine_binary, shortened(model, tmp_path, size))]
+    launches = [launch(installed_engine, shortened(demo_model, tmp_path, size))]
     async with Supervisor(launches, recorder, recorder, manners=GENTLE) as supervisor:
         [status] = await supervisor.wait_settled()
     assert status.state == "failed"
@@ -216,9 +222,11 @@ async def test_a_truncated_model_fails_with_the_engines_reason(
     assert any("exiting due to model loading error" in line for line in status.tail)
 
 
-async def test_an_unknown_flag_fails_with_the_engines_reason(engine_binary: Engine, model: Path) -> None:
+async def test_an_unknown_flag_fails_with_the_engines_reason(
+    installed_engine: Engine, demo_model: Path
+) -> None:
     recorder = Recorder()
-    launches = [launch(engine_binary, model, args=("--frobnicate",))]
+    launches = [launch(installed_engine, demo_model, args=("--frobnicate",))]
     async with Supervisor(launches, recorder, recorder, manners=GENTLE) as supervisor:
         [status] = await supervisor.wait_settled()
     assert status.state == "failed"
@@ -226,12 +234,12 @@ async def test_an_unknown_flag_fails_with_the_engines_reason(engine_binary: Engi
     assert recorder.states("real") == ["starting", "loading", "crashed", "failed"]
 
 
-async def test_a_port_in_use_is_named(engine_binary: Engine, model: Path) -> None:
+async def test_a_port_in_use_is_named(installed_engine: Engine, demo_model: Path) -> None:
     recorder = Recorder()
     stranger = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     async with stranger:
         port = stranger.sockets[0].getsockname()[1]
-        spec = launch(engine_binary, model)
+        spec = launch(installed_engine, demo_model)
         launches = [Launch(spec.backend, spec.engine, port=port)]
         async with Supervisor(launches, recorder, recorder, manners=GENTLE) as supervisor:
             [status] = await supervisor.wait_settled()
@@ -239,9 +247,20 @@ async def test_a_port_in_use_is_named(engine_binary: Engine, model: Path) -> Non
     assert f"couldn't bind HTTP server socket, hostname: 127.0.0.1, port: {port}" in status.reason
 
 
-def test_the_embedded_engine_has_upstreams_defaults(engine_binary: Engine, model: Path) -> None:
+def test_the_embedded_engine_has_upstreams_defaults(installed_engine: Engine, demo_model: Path) -> None:
     """Started bare, as the comparison in benchmarks does: the same slots, context and sharing as upstream."""
-    argv = [*engine_binary.command, "-m", str(model), "--port", "0", "-t", "1", "--no-warmup", "-c", "2048"]
+    argv = [
+        *installed_engine.command,
+        "-m",
+        str(demo_model),
+        "--port",
+        "0",
+        "-t",
+        "1",
+        "--no-warmup",
+        "-c",
+        "2048",
+    ]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         shape = url = ""
@@ -258,11 +277,11 @@ def test_the_embedded_engine_has_upstreams_defaults(engine_binary: Engine, model
 
 
 async def test_an_engine_lives_on_without_its_launcher_and_is_taken_over(
-    engine_binary: Engine, model: Path, tmp_path: Path
+    installed_engine: Engine, demo_model: Path, tmp_path: Path
 ) -> None:
     """Its log goes nowhere then, and it must not mind that."""
-    spec = launch(engine_binary, model)
-    command = build_command(engine_binary, spec.backend, model)
+    spec = launch(installed_engine, demo_model)
+    command = build_command(installed_engine, spec.backend, demo_model)
     state = StateFolder(tmp_path)
     state.acquire()
     process, url = abandoned(state, command)
