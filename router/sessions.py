@@ -35,6 +35,9 @@ ENDING = 24
 _OWN_BLOCKS = 4
 """Blocks by which a match must exceed a preamble shared with others to be of the conversation itself."""
 
+_UNSEEN = 0.1
+"""Weight of the assumption that a conversation is alive, in observations."""
+
 _SAMPLES = 512
 _MOST_TURNS = 16.0
 _CLASSES = 3
@@ -60,10 +63,10 @@ class _Samples:
 
 @dataclass(slots=True)
 class _Share:
-    """Yes among yes and no, starting undecided."""
+    """Yes among yes and no. Until something was seen, four in five are taken to be yes."""
 
-    yes: float = 1.0
-    total: float = 2.0
+    yes: float = 2.0
+    total: float = 2.5
 
     @property
     def value(self) -> float:
@@ -173,7 +176,7 @@ class Sessions:
             self._gaps.above(self._tick - session.released_tick),
             self._others.above(self._distance(session) - 1),
         )
-        alive = (later + 0.05) / (samples + 0.1)
+        alive = (later + _UNSEEN) / (samples + _UNSEEN)
         return share * alive / (share * alive + 1.0 - share)
 
     def is_running(self, session_id: str) -> bool:
