@@ -23,6 +23,7 @@ from .pages import EngineMetrics, Healthy, Models, OwnMetrics
 from .passthrough import Passthrough
 from .pools import Pools
 from .settling import Timing
+from .steering import Steered
 from .ui import Feed, LiveEvents, LivePage, SwitchedOff
 from .values import Route
 
@@ -38,8 +39,14 @@ GENERATING = {
     "/v1/completions": Route.COMPLETIONS,
     "/completion": Route.COMPLETION,
     "/completions": Route.COMPLETION,
+    "/infill": Route.INFILL,
+    "/v1/responses": Route.RESPONSES,
+    "/responses": Route.RESPONSES,
 }
 """The routes whose requests are sent to a slot of the router's choice."""
+
+STEERED = {"/v1/messages": Route.MESSAGES}
+"""Generating routes whose requests the engine places itself, and how they land where they should."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,7 @@ def create_app(
     )
     routes = [
         *(Path(path, Generation(shop, route), methods=["POST"]) for path, route in GENERATING.items()),
+        *(Path(path, Steered(shop, route), methods=["POST"]) for path, route in STEERED.items()),
         Path("/v1/models", Models(shop), methods=["GET"]),
         Path("/models", Models(shop), methods=["GET"]),
         Path("/health", Healthy(shop), methods=["GET"]),

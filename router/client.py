@@ -22,6 +22,9 @@ Headers = list[tuple[bytes, bytes]]
 _DISCARDING = 5.0
 """Seconds for which the rest of a body that is too large is read."""
 
+_ANTHROPIC = "/v1/messages"
+"""Paths on which errors have Anthropic's shape."""
+
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -140,7 +143,9 @@ class Client:
         In an answer that is under way and no stream it cannot be told: the answer stays incomplete, and the
         server cuts the connection, so that nobody takes the part for the whole.
         """
+        anthropic = self.scope["path"].startswith(_ANTHROPIC)
         if not self.started:
-            await self.answer(error.status, error.body(), [*headers, *error.headers()])
+            body = error.anthropic_body() if anthropic else error.body()
+            await self.answer(error.status, body, [*headers, *error.headers()])
         elif self.streams and not self.ended:
-            await self.end(error.event())
+            await self.end(error.anthropic_event() if anthropic else error.event())

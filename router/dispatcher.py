@@ -174,8 +174,12 @@ class Dispatcher:
         return backend.client
 
     def sending(self, request_id: str) -> None:
-        """From now on the engine may know of the request, so only the engine can free its slot."""
-        self._held[request_id].sent = True
+        """From now on the engine may know of the request, so only the engine can free its slot.
+
+        Also said again between two calls to the engine that belong to one request.
+        """
+        held = self._held[request_id]
+        held.sent, held.started = True, False
 
     def started(self, request_id: str) -> None:
         """The engine has answered something: it has taken the request into a slot, or refused it."""

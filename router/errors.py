@@ -1,4 +1,4 @@
-"""What clients are told when a request cannot be served: OpenAI-shaped bodies with a status.
+"""What clients are told when a request cannot be served: a status, and the body that their library expects.
 
 Messages name what was wrong, where, and what is allowed. They never hold prompt text or keys.
 """
@@ -14,6 +14,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 JSON = (b"content-type", b"application/json; charset=utf-8")
+
+
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's names of what a status means."""
 
 
 @dataclass
@@ -37,6 +51,15 @@ class RequestError(Exception):
     def event(self) -> bytes:
         """The same as one server-sent event, for a stream that has begun."""
         return b"data: " + self.body() + b"\n\n"
+
+    def anthropic_body(self) -> bytes:
+        """The JSON body in the shape that Anthropic's clients parse."""
+        kind = _ANTHROPIC.get(self.status, "api_error")
+        return orjson.dumps({"type": "error", "error": {"type": kind, "message": self.message}})
+
+    def anthropic_event(self) -> bytes:
+        """That as one server-sent event."""
+        return b"event: error\ndata: " + self.anthropic_body() + b"\n\n"
 
     def fields(self) -> dict[str, str | None]:
         """The ``error`` object."""

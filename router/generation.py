@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from .backend import EngineResponse
+    from .backend import EngineClient, EngineResponse
     from .client import Headers
     from .config import Limits
     from .dispatcher import Dispatcher
@@ -46,7 +46,8 @@ _SESSION_LENGTH = 256
 _FATAL = ("compute error", "context size has been exceeded", "invalid input batch", "failed to decode")
 """The engine's words when decoding failed: it has let go of every slot that was processing."""
 
-_OURS = (b"x-warmslot-", b"x-api-key")
+_OURS = b"x-warmslot-"
+_KEYS = (b"authorization", b"x-api-key")
 
 
 @dataclass(slots=True)
@@ -104,12 +105,12 @@ class Shop:
         return [
             (name, value)
             for name, value in client.scope["headers"]
-            if not name.startswith(_OURS) and not (self.keyed and name == b"authorization")
+            if not name.startswith(_OURS) and not (self.keyed and name in _KEYS)
         ]
 
 
 @dataclass(slots=True)
-class _Work:
+class Work:
     """One request on its way."""
 
     client: Client
@@ -141,11 +142,11 @@ class Generation:
         passage.pool = self._shop.pools.of_model(body.get("model"))
         describe = self._describe(client, passage, body)
         if not prompt.is_streaming(body):
-            await self._lease_and_send(_Work(client, passage, raw, body, None), describe)
+            await self._lease_and_send(Work(client, passage, raw, body, None), describe)
             return
         async with Outbox(client, ping=self._shop.limits.ping_interval) as outbox:
             try:
-                await self._lease_and_send(_Work(client, passage, raw, body, outbox), describe)
+                await self._lease_and_send(Work(client, passage, raw, body, outbox), describe)
             except (EngineBroke, EngineUnreachable):
                 await outbox.flush(broken=True)
                 raise
@@ -154,9 +155,9 @@ class Generation:
         self, client: Client, passage: Passage, body: dict[str, Any]
     ) -> Callable[[Prompt], Request]:
         """Check what the router acts on, before anything waits."""
-        slots = prompt.slots_needed(body)
+        slots = prompt.slots_needed(body, self._route)
         tokens = prompt.expected_output_tokens(body)
-        keeps = prompt.keeps_prefix(body)
+        keeps = prompt.keeps_prefix(body, self._route)
         order = priority(client)
         session = client.header(b"x-warmslot-session")
         if session is not None and len(session) > _SESSION_LENGTH:
@@ -182,24 +183,30 @@ class Generation:
 
         return request
 
-    async def _lease_and_send(self, work: _Work, describe: Callable[[Prompt], Request]) -> None:
+    async def _lease_and_send(self, work: Work, describe: Callable[[Prompt], Request]) -> None:
         dispatcher = self._shop.dispatcher
         engine = await dispatcher.engine(work.passage.pool)
         rendered = await prompt.render(engine, self._route, work.body)
         for _ in range(ATTEMPTS):
-            lease = await dispatcher.acquire(describe(rendered))
+            lease = await self._acquire(describe(rendered))
             work.passage.backend = lease.slot.backend
             if self._shop.journal is not None:
                 self._shop.journal.describe(lease.request.id, work.body)
-            if await Attempt(self._shop, lease, work).run():
+            if await self._attempt(lease, work).run():
                 return
         raise errors.unavailable("no backend took the request")
+
+    async def _acquire(self, request: Request) -> Lease:
+        return await self._shop.dispatcher.acquire(request)
+
+    def _attempt(self, lease: Lease, work: Work) -> Attempt:
+        return Attempt(self._shop, lease, work)
 
 
 class Attempt:
     """One lease used: sends the request, relays the answer, and settles the lease in every case."""
 
-    def __init__(self, shop: Shop, lease: Lease, work: _Work) -> None:
+    def __init__(self, shop: Shop, lease: Lease, work: Work) -> None:
         self._shop = shop
         self._dispatcher = shop.dispatcher
         self._lease = lease
@@ -213,11 +220,12 @@ class Attempt:
         try:
             engine = self._dispatcher.client(self._lease)
             self._dispatcher.sending(self._id)
+            await self._prepare(engine)
             async with engine.open(
                 "POST",
                 self._work.client.scope["path"],
                 self._shop.outgoing(self._work.client),
-                prompt.pin(self._work.raw, self._lease.slot.slot),
+                self._body(),
             ) as response:
                 self._dispatcher.started(self._id)
                 await self._relay(response)
@@ -238,6 +246,23 @@ class Attempt:
             self._broke()
             raise EngineBroke(self._lease.slot.backend, "its answer ended before it was complete")
         return True
+
+    # -- for routes that need more -------------------------------------------------------------------------
+
+    async def _prepare(self, engine: EngineClient) -> None:
+        """What the engine has to be asked before the request itself."""
+
+    def _body(self) -> bytes:
+        """What the engine is sent."""
+        return prompt.pin(self._work.raw, self._lease.slot.slot)
+
+    async def _look_where(self) -> None:
+        """Find out in which slot the engine served a request that it was free to place."""
+
+    @property
+    def _settles_late(self) -> bool:
+        """Whether the last event alone does not tell that all slots are free, or which one it was."""
+        return self._lease.request.slots > 1
 
     # -- the lease -----------------------------------------------------------------------------------------
 
@@ -284,17 +309,19 @@ class Attempt:
         client, reader, passage = self._work.client, self._reader, self._work.passage
         if not client.started:
             await client.start(response.status, [*response.headers, *self._headers()], streams=True)
-        many = self._lease.request.slots > 1
+        late = self._settles_late
         async for chunk in response.chunks():
             reader.feed(chunk)
             if passage.first_token is None and reader.first_token:
                 passage.first_token = time.monotonic()
                 self._dispatcher.first_token(self._id)
-            if reader.finished and not many:
+            if reader.finished and not late:
                 self._finish_stream()
             if not outbox.put(chunk):
                 await outbox.room()
         if reader.finished:
+            if not self._settled:
+                await self._look_where()
             self._finish_stream()
             await outbox.flush()
             await client.end()
@@ -328,6 +355,7 @@ class Attempt:
         if 200 <= response.status < 300:  # noqa: PLR2004 - status classes
             # The first token was there before the rest was decoded, though nobody could see it.
             self._work.passage.first_token = time.monotonic() - reader.decode_seconds
+            await self._look_where()
             outcome = self._outcome(Status.OK)
         else:
             self._work.passage.status = Status.ERROR

@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from .values import Lease
 
 _ROUTES = {
-    "/infill": Route.INFILL,
-    "/responses": Route.RESPONSES,
-    "/v1/responses": Route.RESPONSES,
-    "/v1/messages": Route.MESSAGES,
     "/embedding": Route.EMBEDDINGS,
     "/embeddings": Route.EMBEDDINGS,
     "/v1/embeddings": Route.EMBEDDINGS,

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import orjson
 
+from . import conversion
 from .backend import EngineBroke, EngineClient, EngineError, EngineUnreachable
 from .values import ROOT, Prompt, Route
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BadRequest",
     "expected_output_tokens",
+    "is_exact",
     "is_streaming",
     "keeps_prefix",
     "parse",
@@ -73,9 +75,9 @@ def is_streaming(body: Mapping[str, Any]) -> bool:
     return _flag(body, "stream", default=False)
 
 
-def keeps_prefix(body: Mapping[str, Any]) -> bool:
+def keeps_prefix(body: Mapping[str, Any], route: Route = Route.CHAT) -> bool:
     """False where the client wants the slot's former content thrown away (``cache_prompt: false``)."""
-    return _flag(body, "cache_prompt", default=True)
+    return route is Route.MESSAGES or _flag(body, "cache_prompt", default=True)
 
 
 def expected_output_tokens(body: Mapping[str, Any]) -> int | None:
@@ -92,8 +94,10 @@ def expected_output_tokens(body: Mapping[str, Any]) -> int | None:
     return min(bounds, default=None)
 
 
-def slots_needed(body: Mapping[str, Any]) -> int:
+def slots_needed(body: Mapping[str, Any], route: Route = Route.CHAT) -> int:
     """How many slots the request occupies at once: choices (``n``) times prompts."""
+    if route in {Route.MESSAGES, Route.INFILL}:
+        return 1
     choices = 1
     for name in ("n", "n_cmpl"):
         value = body.get(name)
@@ -171,17 +175,29 @@ async def render(
     body, costs exactness but no error: the text of tools and messages stands in, and the engine will answer
     for itself.
     """
-    root = _lora_root(body, root)
+    if route is not Route.MESSAGES:  # where the engine knows no such field
+        root = _lora_root(body, root)
     if route in {Route.COMPLETIONS, Route.COMPLETION}:
         return _from_prompt(body.get("prompt"), root)
+    chat: Mapping[str, Any] | None = None
     if route is Route.CHAT:
         messages = body.get("messages")
         if not isinstance(messages, list):
             raise BadRequest("messages", f"'messages' must be an array, not {_kind(messages)}")
-        text = await _rendered(client, body)
-        if text is not None:
-            return Prompt.of(text.encode("utf-8", "surrogatepass"), root=root)
+        chat = body
+    elif route in {Route.MESSAGES, Route.RESPONSES}:
+        chat = conversion.chat_of(route, body)
+    if chat is not None and conversion.has_media(chat.get("messages")):
+        chat = None  # rendered, one image would look like any other
+    text = None if chat is None else await _rendered(client, chat)
+    if text is not None:
+        return Prompt.of(text.encode("utf-8", "surrogatepass"), root=root)
     return Prompt.of(_plain(body), root=_derive(root, b"plain", route.encode()))
+
+
+def is_exact(prompt: Prompt, route: Route, root: bytes = ROOT) -> bool:
+    """Whether a rendered prompt is the engine's own text and not what stands in for it."""
+    return prompt.data is not None and prompt.root != _derive(root, b"plain", route.encode())
 
 
 class _Renderings:
@@ -209,9 +225,7 @@ _renderings: WeakKeyDictionary[EngineClient, _Renderings] = WeakKeyDictionary()
 
 
 async def _rendered(client: EngineClient, body: Mapping[str, Any]) -> str | None:
-    content = orjson.dumps(
-        {key: value for key, value in body.items() if key not in {"stream", "stream_options"}}
-    )
+    content = _dump({key: value for key, value in body.items() if key not in {"stream", "stream_options"}})
     key = hashlib.blake2b(content, digest_size=16).digest()
     cache = _renderings.setdefault(client, _Renderings())
     if (text := cache.get(key)) is not None:
@@ -237,7 +251,12 @@ def _plain(body: Mapping[str, Any]) -> bytes:
 
 
 def _dump(value: Any) -> bytes:
-    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else orjson.dumps(value)
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass")
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        raise BadRequest(None, "the body is nested too deeply, allowed: 254 levels") from None
 
 
 def _is_token(value: object) -> bool:
@@ -312,4 +331,4 @@ def pin(body: bytes | Mapping[str, Any], slot: int) -> bytes:
     pinned["id_slot"] = slot
     if pinned.get("cache_prompt") is None:
         pinned["cache_prompt"] = True
-    return orjson.dumps(pinned)
+    return _dump(pinned)

@@ -230,6 +230,10 @@ class Native(Shape):
         return done[0] if len(done) == 1 else done
 
 
+class Infill(Native):
+    """``/infill``."""
+
+
 class Responses(Shape):
     """``/v1/responses``."""
 

@@ -8,7 +8,10 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from tests.fakes.answers import Chat, Job, Messages, Responses, Shape
+from warmslot.router.conversion import chat_of
+from warmslot.router.values import Route
+
+from tests.fakes.answers import Chat, Infill, Job, Messages, Responses, Shape
 from tests.fakes.slot_model import EngineRefusalError, Slot, render
 
 if TYPE_CHECKING:
@@ -66,6 +69,8 @@ class Generation:
 
     def _jobs(self, shape: type[Shape]) -> list[Job]:
         body = self.body
+        if shape is Infill:
+            body = {name: part for name, part in body.items() if name != "n"} | {"prompt": _infill(body)}
         _typed(body, "stream", bool, "boolean")
         limit = None
         for name in ("n_predict", "max_tokens", "max_completion_tokens", "max_output_tokens"):
@@ -96,16 +101,11 @@ class Generation:
         if shape is Responses:
             if "input" not in body:
                 raise EngineRefusalError(400, "'input' is required")
-            given = body["input"]
-            messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-            if body.get("instructions"):
-                messages = [{"role": "system", "content": body["instructions"]}, *messages]
-            body = {"messages": messages}
+            body = chat_of(Route.RESPONSES, body) or {}
         elif shape is Messages:
             if "messages" not in body:
                 raise EngineRefusalError(500, "'messages' is required", "server_error")
-            if body.get("system"):
-                body = {"messages": [{"role": "system", "content": body["system"]}, *body["messages"]]}
+            body = chat_of(Route.MESSAGES, body) or {}
         return self.server.vocabulary.encode(render(body))
 
     def _tokens(self, body: dict[str, Any]) -> list[list[int]]:
@@ -330,6 +330,11 @@ def body_of(request: Received) -> dict[str, Any]:
     except ValueError as error:
         raise EngineRefusalError(400, f"[json.exception.parse_error.101] {error.args[0]}") from None
     return body if isinstance(body, dict) else {}
+
+
+def _infill(body: dict[str, Any]) -> str:
+    prefix, suffix = body.get("input_prefix", ""), body.get("input_suffix", "")
+    return f"<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>"
 
 
 def _typed(body: dict[str, Any], name: str, kind: type, word: str) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Self
 
-from tests.fakes.answers import Chat, Completions, Messages, Native, Responses, Shape
+from tests.fakes.answers import Chat, Completions, Infill, Messages, Native, Responses, Shape
 from tests.fakes.gate import Gate
 from tests.fakes.generation import Generation, body_of, to_json
 from tests.fakes.http import Connection, HttpServer, Received
@@ -33,6 +33,7 @@ _SHAPES: dict[str, type[Shape]] = {
     "/v1/completions": Completions,
     "/completion": Native,
     "/completions": Native,
+    "/infill": Infill,
     "/v1/responses": Responses,
     "/v1/messages": Messages,
 }

@@ -141,8 +141,9 @@ async def test_other_routes_pass_through(service: Service) -> None:
     assert service.watcher.granted_leases == []
 
 
-async def test_a_route_whose_slot_the_engine_chooses_runs_alone(service: Service) -> None:
+async def test_a_request_of_which_the_slot_cannot_be_foreseen_runs_alone(service: Service) -> None:
     fake = service.fake
+    fake.missing.add("apply-template")
     fake.token.hold()
     messages = asyncio.create_task(
         service.http.post("/v1/messages", json={**chat("mark-m hi"), "max_tokens": 6, "stream": True})

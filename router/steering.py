@@ -1,0 +1,215 @@
+"""Routes whose requests the engine places itself (``/v1/messages``): seen ahead, steered, and looked after.
+
+The engine takes the idle slot that shares the longest start with the prompt, the lowest of equals, and only
+if that is more than a tenth of the prompt; else the one unused for longest. So a request lands in the slot of
+its lease when that one clearly holds most of the prompt already (``FORESEEN``), or once the rendered prompt
+has been computed there by a pinned call that generates nothing (``STEERED``). Where neither can be relied on,
+because another slot may hold the whole prompt too or what it holds is not known, the request runs while
+nothing else does (``ALONE``). Where it really ran is told by the engine's counts, or by the ids of its tasks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import orjson
+
+from . import prompt
+from .backend import EngineBroke, EngineError, EngineUnreachable
+from .generation import Attempt, Generation, Work
+from .stream import TruthReader
+from .trie import common_blocks
+from .values import BLOCK, Outcome, Route, SlotRef, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .backend import EngineClient
+    from .dispatcher import Dispatcher
+    from .generation import Shop
+    from .values import Lease, Request
+
+_CLEAR = 0.2
+"""Share of a prompt above which its slot is taken for its content; the engine's own bound is 0.1."""
+
+_MARGIN = 32
+"""Tokens by which estimates of what slots share may be wrong."""
+
+_WHOLE = 8
+"""A slot that lacks no more tokens than this of a prompt may hold all of it."""
+
+
+class Way(StrEnum):
+    """How a request comes to land in the slot of its lease."""
+
+    FORESEEN = "foreseen"
+    STEERED = "steered"
+    ALONE = "alone"
+
+
+def way_of(lease: Lease, *, exact: bool, known: bool, others: Iterable[tuple[int, int]]) -> Way:
+    """How to serve a lease.
+
+    ``exact``: the prompt is the engine's own text. ``known``: so is what all other slots of the backend hold.
+    ``others``: index and tokens shared with the prompt of each other slot, counting what runs there now.
+    """
+    if not exact or not known:
+        return Way.ALONE
+    own, total = lease.predicted_tokens, lease.prompt_tokens
+    longest = 0
+    for slot, shared in others:
+        longest = max(longest, shared)
+        if shared >= total - _WHOLE and slot < lease.slot.slot:
+            return Way.ALONE
+    if own > longest + _MARGIN and own >= _CLEAR * total:
+        return Way.FORESEEN
+    return Way.STEERED
+
+
+def _others(dispatcher: Dispatcher, lease: Lease) -> Iterable[tuple[int, int]]:
+    backend, slot = lease.slot
+    for candidate in lease.candidates:
+        if candidate.slot.backend == backend and candidate.slot.slot != slot:
+            yield candidate.slot.slot, candidate.match_tokens
+    wanted = lease.request.prompt
+    for held in dispatcher.held().values():
+        other = held.lease
+        if other is not lease and other.slot.backend == backend:
+            same = common_blocks(other.request.prompt.chain, wanted.chain) * BLOCK
+            share = min(1.0, (same + BLOCK - 1) / wanted.length) if same and wanted.length else 0.0
+            yield other.slot.slot, round(share * lease.prompt_tokens)
+
+
+def _all_known(dispatcher: Dispatcher, lease: Lease) -> bool:
+    return all(
+        view.known or view.busy
+        for view in dispatcher.slots()
+        if view.ref.backend == lease.slot.backend and view.ref != lease.slot
+    )
+
+
+class Steered(Generation):
+    """ASGI endpoint of a generating route that the engine does not pin."""
+
+    async def _acquire(self, request: Request) -> Lease:
+        dispatcher = self._shop.dispatcher
+        if prompt.is_exact(request.prompt, self._route):
+            lease = await dispatcher.acquire(request)
+            if self._way(lease) is not Way.ALONE:
+                return lease
+            # Nothing was sent yet: the slot goes back as it was.
+            dispatcher.abandon(request.id, Outcome(Status.CANCELLED, untouched=True))
+        return await dispatcher.acquire(replace(request, id=f"{request.id}-alone", pinned=False))
+
+    def _way(self, lease: Lease) -> Way:
+        dispatcher = self._shop.dispatcher
+        exact = prompt.is_exact(lease.request.prompt, self._route)
+        return way_of(
+            lease, exact=exact, known=_all_known(dispatcher, lease), others=_others(dispatcher, lease)
+        )
+
+    def _attempt(self, lease: Lease, work: Work) -> Attempt:
+        return SteeredAttempt(self._shop, lease, work, self._way(lease))
+
+
+class SteeredAttempt(Attempt):
+    """One lease of a request that the engine places itself."""
+
+    def __init__(self, shop: Shop, lease: Lease, work: Work, way: Way) -> None:
+        super().__init__(shop, lease, work)
+        self._way = way if lease.request.pinned else Way.ALONE
+        self._before: TruthReader | None = None
+        """What the engine said of the call that computed the prompt."""
+        self._ran_on: SlotRef | None = None
+
+    async def _prepare(self, engine: EngineClient) -> None:
+        """Compute the prompt in the slot of the lease, so that the engine takes this one."""
+        rendered = self._lease.request.prompt
+        if self._way is Way.FORESEEN or not prompt.is_exact(rendered, self._lease.request.route):
+            return
+        if rendered.data is None:
+            return
+        body = {
+            "prompt": rendered.data.decode("utf-8", "surrogatepass"),
+            "n_predict": 0,
+            "id_slot": self._lease.slot.slot,
+            "cache_prompt": True,
+            "stream": True,
+            "return_progress": True,  # an engine notices sooner that nobody waits any more
+        }
+        headers = [
+            (name, value)
+            for name, value in self._shop.outgoing(self._work.client)
+            if name in {b"authorization", b"x-api-key"}
+        ]
+        headers.append((b"content-type", b"application/json"))
+        reader = TruthReader(Route.COMPLETION, streaming=True)
+        async with engine.open("POST", "/completion", headers, orjson.dumps(body)) as response:
+            self._dispatcher.started(self._id)
+            async for chunk in response.chunks():
+                reader.feed(chunk)
+        if reader.error is None and reader.cached_tokens is not None:
+            self._before = reader
+        # An error is not told here: the engine answers the request itself with it.
+        self._dispatcher.sending(self._id)
+
+    def _body(self) -> bytes:
+        """The client's bytes. A build that honours a pin here is told the slot; the others ignore it."""
+        return super()._body() if self._lease.request.pinned else self._work.raw
+
+    @property
+    def _settles_late(self) -> bool:
+        return not self._landed()
+
+    def _landed(self) -> bool:
+        """Whether the engine's counts prove that the slot of the lease served the request."""
+        if not self._lease.request.pinned:
+            return False
+        cached = self._reader.cached_tokens
+        expected = self._lease.predicted_tokens - _MARGIN
+        if self._before is not None:
+            expected = (self._before.cached_tokens or 0) + (self._before.processed_tokens or 0) - 1
+        return cached is not None and cached >= expected
+
+    async def _look_where(self) -> None:
+        if self._landed():
+            return
+        backend = self._lease.slot.backend
+        try:
+            seen = await self._dispatcher.client(self._lease).slots()
+        except (EngineError, EngineUnreachable, EngineBroke):
+            return
+        taken = {
+            slot
+            for held in self._dispatcher.held().values()
+            if held.lease is not self._lease and held.lease.slot.backend == backend
+            for slot in held.slots
+        }
+        # Ids grow: of the slots that no other lease names, the newest task is this request's.
+        tasks = [(one.task, one.slot) for one in seen or () if one.task is not None and one.slot not in taken]
+        if tasks:
+            self._ran_on = SlotRef(backend, max(tasks)[1])
+
+    def _outcome(self, status: Status) -> Outcome:
+        outcome = super()._outcome(status)
+        cached, processed = outcome.cached_tokens, outcome.processed_tokens
+        if cached is None or processed is None:
+            return outcome
+        if self._before is not None and self._landed():
+            # What the request found there had been computed for it a moment ago.
+            total = cached + processed
+            cached = min(self._before.cached_tokens or 0, total)
+            outcome = replace(
+                outcome,
+                cached_tokens=cached,
+                processed_tokens=total - cached,
+                prefill_seconds=self._before.prefill_seconds,
+            )
+        if self._landed():
+            return outcome
+        if self._ran_on is None:
+            # It ran somewhere: no slot is credited with it.
+            return replace(outcome, cached_tokens=None, processed_tokens=None)
+        return replace(outcome, slot=self._ran_on)

@@ -1,0 +1,222 @@
+"""``/v1/messages``: the engine places these requests; the router foresees, steers, or lets them run alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from warmslot.router.steering import Way, way_of
+from warmslot.router.values import Decision as Why
+from warmslot.router.values import Lease, Prompt, Request, Route, SlotRef
+
+from tests.fakes.llama_server import FakeLlamaServer
+from tests.support.router import serving
+
+if TYPE_CHECKING:
+    from tests.support.router import Service
+
+STORY = "the sea was calm and the ship went on and nobody said a word "
+
+
+def ask(text: str, **more: Any) -> dict[str, Any]:
+    """A body with one user message."""
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 8, **more}
+
+
+async def test_a_new_conversation_is_steered_to_the_slot_of_its_lease(service: Service) -> None:
+    answer = await service.http.post("/v1/messages", json=ask("mark-a " + STORY))
+    assert answer.status_code == 200
+    slot = int(answer.headers["x-warmslot-slot"])
+    warm, own = service.fake.generations()
+    assert (warm.path, warm.json["n_predict"], warm.slots) == ("/completion", 0, [slot])
+    assert (own.path, own.slots) == ("/v1/messages", [slot])
+    usage = answer.json()["usage"]
+    assert usage["input_tokens"] == 1
+    report = service.watcher.reports[-1]
+    assert report.slot == SlotRef("b0", slot)
+    # The engine found what had been computed for this request: it counts as computed, not as reused.
+    assert (report.cached_tokens, report.processed_tokens) == (0, usage["cache_read_input_tokens"] + 1)
+
+
+async def test_a_next_turn_needs_no_steering_and_is_reported_as_reused(service: Service) -> None:
+    messages: list[Any] = [{"role": "user", "content": "mark-b " + STORY * 8}]
+    for turn in range(4):
+        answer = await service.http.post("/v1/messages", json={"messages": messages, "max_tokens": 8})
+        slot = int(answer.headers["x-warmslot-slot"])
+        assert service.fake.generations()[-1].slots == [slot]
+        messages += [
+            {"role": "assistant", "content": answer.json()["content"]},
+            {"role": "user", "content": f"go on {turn}"},
+        ]
+    paths = [request.path for request in service.fake.generations()]
+    assert paths == ["/completion", *["/v1/messages"] * 4]
+    last = service.watcher.reports[-1]
+    usage = answer.json()["usage"]
+    assert last.cached_tokens == usage["cache_read_input_tokens"] > 100
+    assert last.processed_tokens == usage["input_tokens"]
+    assert not last.truth_missing
+
+
+async def test_it_does_not_take_the_slot_that_the_engine_would(service: Service) -> None:
+    """Half of the prompt is in another conversation's slot; the engine alone would cut that one back."""
+    first = await service.http.post("/v1/chat/completions", json=ask("mark-c " + STORY * 8 + "one " * 30))
+    second = await service.http.post("/v1/messages", json=ask("mark-c " + STORY * 8 + "two " * 30))
+    assert second.headers["x-warmslot-slot"] != first.headers["x-warmslot-slot"]
+    own = service.fake.generations()[-1]
+    assert own.slots == [int(second.headers["x-warmslot-slot"])]
+    again = await service.http.post("/v1/chat/completions", json=ask("mark-c " + STORY * 8 + "one " * 30))
+    assert again.json()["timings"]["prompt_n"] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_another_slot_holds_whole_runs_alone_and_is_found(
+    service: Service, stream: bool
+) -> None:
+    body = ask("mark-d " + STORY * 4)
+    for slot in (0, 1):
+        await compute(service.fake.base_url + "/completion", prompt_of(body), slot)
+    await service.router.dispatcher.backend_down("b0", "to forget")
+    await service.router.dispatcher.backend_ready("b0", service.fake.base_url, 4, 2048, fresh=False)
+    answer = await service.http.post("/v1/messages", json=body | {"stream": stream})
+    assert "mark" in answer.text
+    assert service.watcher.reports[-1].slot == SlotRef("b0", service.fake.generations()[-1].slots[0])
+    assert service.fake.violations == []
+
+
+def prompt_of(body: dict[str, Any]) -> str:
+    """What the fake evaluates for a body."""
+    text = body["messages"][0]["content"]
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    return (
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def compute(url: str, prompt: str, slot: int) -> None:
+    """Foreign traffic: straight to the engine."""
+    async with httpx.AsyncClient(trust_env=False) as http:
+        await http.post(url, json={"prompt": prompt, "n_predict": 0, "id_slot": slot})
+
+
+async def test_the_same_prompt_twice_at_once(service: Service) -> None:
+    """Both would land in the lower of two equal slots, so they do not overlap."""
+    bodies = [ask("mark-e " + STORY * 4) for _ in range(4)]
+    answers = await asyncio.gather(*(service.http.post("/v1/messages", json=body) for body in bodies))
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert service.fake.violations == []
+    assert service.router.dispatcher.held() == {}
+
+
+async def test_many_at_once_never_meet(service: Service) -> None:
+    routes = ["/v1/messages", "/v1/chat/completions", "/v1/responses"]
+
+    async def one(number: int) -> httpx.Response:
+        body = ask(f"mark-{number} " + STORY * (number % 5) + f"number {number} ")
+        path = routes[number % 3]
+        if path == "/v1/responses":
+            body = {"input": body["messages"], "max_output_tokens": 8}
+        return await service.http.post(path, json=body)
+
+    answers = await asyncio.gather(*(one(number) for number in range(30)))
+    assert [answer.status_code for answer in answers] == [200] * 30
+    assert all(f"mark-{number}" in answer.text for number, answer in enumerate(answers))
+    assert service.fake.violations == []
+    assert service.fake.deferred_total == 0
+    for request in service.fake.generations():
+        assert len(request.slots) == 1
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_computed(service: Service) -> None:
+    service.fake.prefill.hold()
+    task = asyncio.create_task(service.http.post("/v1/messages", json=ask("mark-f " + STORY)))
+    await service.fake.prefill.arrived()
+    task.cancel()
+    await service.watcher.until(lambda watcher: watcher.reports)
+    assert [request.path for request in service.fake.generations()] == ["/completion"]
+    assert service.fake.busy == 0
+    service.fake.prefill.release()
+    assert (await service.http.post("/v1/messages", json=ask("mark-g hi"))).status_code == 200
+    assert service.router.dispatcher.held() == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"messages": [{"role": "user", "content": "word " * 3000}], "max_tokens": 2}, 400),
+        ({"messages": 3, "max_tokens": 2}, 200),
+        ({}, 500),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}
+                ]
+            },
+            500,
+        ),
+    ],
+)
+async def test_the_engine_speaks_for_itself(service: Service, body: dict[str, Any], status: int) -> None:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        alone = await http.post(service.fake.base_url + "/v1/messages", json=body)
+    answer = await service.http.post("/v1/messages", json=body)
+    assert answer.status_code == alone.status_code == status
+    if status != 200:
+        assert answer.content == alone.content
+    assert service.router.dispatcher.held() == {}
+
+
+async def test_our_own_errors_have_anthropics_shape() -> None:
+    async with FakeLlamaServer() as fake, serving([fake], keys=[{"name": "k", "value": "secret"}]) as service:
+        answer = await service.http.post("/v1/messages", json=ask("hi"))
+        assert answer.status_code == 401
+        assert answer.json()["type"] == "error"
+        assert answer.json()["error"]["type"] == "authentication_error"
+        fine = await service.http.post("/v1/messages", json=ask("hi"), headers={"x-api-key": "secret"})
+        assert fine.status_code == 200
+        wrong = await service.http.post(
+            "/v1/messages", content=b"{", headers={"authorization": "Bearer secret"}
+        )
+        assert (wrong.status_code, wrong.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error_event(service: Service) -> None:
+    service.fake.token.hold()
+    body = ask("mark-h hi", stream=True)
+    service.fake.token.release(4)
+    async with service.http.stream("POST", "/v1/messages", json=body) as answer:
+        lines = answer.aiter_lines()
+        async for line in lines:
+            if "text_delta" in line:
+                break
+        await service.fake.crash()
+        rest = [line async for line in lines]
+    assert "event: error" in rest
+    last = json.loads(rest[-2].removeprefix("data: "))
+    assert last["type"] == "error"
+    assert last["error"]["type"] == "api_error"
+
+
+def lease(slot: int, own: int, total: int) -> Lease:
+    """A lease of a prompt of ``total`` tokens, ``own`` of them resident."""
+    request = Request(id="r", prompt=Prompt.of(b"x" * total * 4), pool="m", route=Route.MESSAGES)
+    return Lease(request, SlotRef("b", slot), Why.FRESH, own, total, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "exact", "known", "way"),
+    [
+        (900, [(0, 0), (2, 0)], True, True, Way.FORESEEN),
+        (900, [(0, 890), (2, 0)], True, True, Way.STEERED),
+        (150, [(0, 0)], True, True, Way.STEERED),
+        (0, [(0, 500)], True, True, Way.STEERED),
+        (0, [(0, 999)], True, True, Way.ALONE),
+        (0, [(2, 999)], True, True, Way.STEERED),
+        (900, [(0, 0)], False, True, Way.ALONE),
+        (900, [(0, 0)], True, False, Way.ALONE),
+    ],
+)
+def test_ways(own: int, others: list[tuple[int, int]], exact: bool, known: bool, way: Way) -> None:
+    assert way_of(lease(1, own, 1000), exact=exact, known=known, others=others) is way
