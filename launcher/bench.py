@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _REQUEST_TIMEOUT = 600.0
 _START_TIMEOUT = 120.0
+_WIDTH = 110
+"""Columns of the output where it does not go to a terminal."""
 
 
 class BenchError(Exception):
@@ -113,7 +115,7 @@ def bench_demo(*, agents: int, slots: int, turns: int, engine: str | None, json:
         found, model = find_engine(engine), find_model("demo")
     except (EngineError, ModelError) as error:
         raise BenchError(str(error)) from error
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(
         f"{agents} agents of {turns} turns and a title each, {slots} slots; {found.describe()}; {machine()}",
         highlight=False,

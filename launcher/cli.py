@@ -135,7 +135,7 @@ def config_schema() -> None:
 def bench_demo(
     agents: Annotated[int, typer.Option(min=1, max=64, help="Agents that are alive at once.")] = 6,
     slots: Annotated[int, typer.Option(min=1, max=64, help="Slots that the router keeps warm.")] = 4,
-    turns: Annotated[int, typer.Option(min=1, max=12, help="Requests of each agent.")] = 6,
+    turns: Annotated[int, typer.Option(min=1, max=12, help="Requests of each agent.")] = 5,
     engine: Annotated[
         str | None, typer.Option(help="Path of a llama-server, or embedded; searched for when left out.")
     ] = None,

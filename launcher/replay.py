@@ -100,10 +100,11 @@ class Engine:
     def cached(self, slot: int, prompt: Prompt) -> int:
         """Bytes of the prompt that need not be computed."""
         if self._everything is not None:
-            best = 0
-            for key, blocks in self._everything.match(prompt.chain).items():
-                best = max(best, self._kept[key].refine(prompt, blocks))
-            return best
+            blocks = self._everything.match(prompt.chain)
+            # Without a whole block in common, the few shared bytes are found the long way.
+            return max((self._kept[key].refine(prompt, n) for key, n in blocks.items()), default=0) or max(
+                (context.refine(prompt, 0) for context in self._kept), default=0
+            )
         held = self.held[slot]
         return held.common(prompt) if held is not None else 0
 

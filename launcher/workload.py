@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 16
 TITLE_TOKENS = 8
 
 
@@ -163,7 +163,7 @@ _VERBS = ("reads", "drops", "retries", "merges", "locks", "skips", "counts", "sp
 _STATES = ("ok", "late", "stale", "failed", "empty", "slow", "partial", "skipped")
 
 
-def demo_workload(agents: int = 6, turns: int = 6, seed: int = 1) -> list[Agent]:
+def demo_workload(agents: int = 6, turns: int = 5, seed: int = 1) -> list[Agent]:
     """``agents`` conversations of ``turns`` requests each, the kinds taken in turn."""
     return [_agent(number, turns, Random(f"{seed}/{number}")) for number in range(agents)]  # noqa: S311
 

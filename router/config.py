@@ -260,7 +260,7 @@ class Config(Section):
 
     @property
     def default_pool(self) -> Pool:
-        """The pool of requests that name no model."""
+        """The pool of requests that name no model: the one that says so, else the first."""
         return next((pool for pool in self.pools if pool.default), self.pools[0])
 
     @model_validator(mode="after")

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from . import losses, placement, scheduler
+from . import losses
 from .pool_state import Active, Backend, Pool
-from .scheduler import CoreSettings, in_flight_limit
+from .scheduler import CoreSettings, Waiting, waste
 from .values import Decision, Lease, Loss, Report, SlotRef, SlotView, Status
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from .placement import Choice
     from .residency import Residency, SlotState
-    from .scheduler import Picked, Waiting
     from .values import Outcome, Request, SlotObservation
 
 __all__ = ["Core", "CoreSettings", "QueueFullError", "RouterCore"]
@@ -114,11 +113,13 @@ class RouterCore:
         state = self._backends.pop(backend, None)
         if state is None:
             return
+        del now
         pool = self._pools[state.pool]
         del pool.backends[backend]
         for index in range(state.slots):
             ref = SlotRef(backend, index)
-            pool.lose(pool.residency.slots[ref], Loss.RESTARTED, now)
+            slot = pool.residency.slots[ref]
+            pool.lose(slot.held if slot.known else None, Loss.RESTARTED)
             pool.residency.remove(ref)
         for active in state.active.values():
             active.wiped = True
@@ -132,47 +133,41 @@ class RouterCore:
     def submit(self, request: Request, now: float) -> None:
         """Queue a request. Raises KeyError for an unknown pool, ValueError for an id in use."""
         pool = self._pools[request.pool]
-        if request.id in self._active or any(request.id in other.entries for other in self._pools.values()):
+        if request.id in self._active or any(request.id in other.waiting for other in self._pools.values()):
             raise ValueError(f"request id {request.id!r} is in use already")
-        if len(pool.entries) >= pool.settings.max_queue:
+        if len(pool.waiting) >= pool.settings.max_queue:
             raise QueueFullError(pool.name, pool.settings.max_queue, _RETRY_AFTER)
         pool.enter(request, now)
 
     def withdraw(self, request_id: str, now: float) -> None:
         """Take a request out of the queue."""
-        del now
         for pool in self._pools.values():
-            pool.entries.pop(request_id, None)
+            pool.leave(request_id, now)
 
     def grant(self, now: float) -> list[Lease]:
         """All leases that may start now."""
         leases: list[Lease] = []
         for pool in self._pools.values():
-            while pool.entries and any(pool.has_room(backend) for backend in pool.backends.values()):
-                picked = self._pick(pool, now)
-                if picked is None:
+            pool.wake = None
+            while pool.waiting and any(pool.has_room(backend) for backend in pool.backends.values()):
+                pool.refresh()
+                pick = pool.pick(now)
+                if pick.start is None or pick.start.choice is None:
+                    pool.wake = pick.wake
                     break
-                leases.append(self._lease(pool, picked, now))
+                leases.append(self._lease(pool, pick.start, pick.start.choice, now))
         return leases
 
     def next_wake(self, now: float) -> float | None:
-        """The earliest moment at which any pool has something to reconsider."""
-        wakes: list[float] = []
-        for pool in self._pools.values():
-            if pool.entries:
-                wakes += [s.held_until for s in pool.residency.slots.values() if s.held_until > now]
-                waiting = [entry.waiting for entry in pool.entries.values()]
-                wake = scheduler.next_wake(waiting, pool.settings, now)
-                if wake is not None:
-                    wakes.append(wake)
-        return min(wakes, default=None)
+        """The earliest moment at which the last :meth:`grant` left something to reconsider."""
+        wakes = [pool.wake for pool in self._pools.values() if pool.wake is not None and pool.waiting]
+        return min((wake for wake in wakes if wake > now), default=None)
 
     def first_token(self, request_id: str, now: float) -> None:
         """Unknown ids are ignored: the lease may have been finished in the meantime."""
-        del now
         active = self._active.get(request_id)
         if active is not None:
-            active.decoding = True
+            active.decoding_since = now
 
     def finish(self, request_id: str, outcome: Outcome, now: float) -> Report:
         """Take the lease back and learn from what the engine said."""
@@ -190,11 +185,14 @@ class RouterCore:
             if active.rolls_back:
                 pool.learn_rollback(backend, active.held_tokens, cached)
         backend.rates.saw_decode(outcome.output_tokens, outcome.decode_seconds, len(backend.active) + 1)
-        conversation = active.entry.conversation
-        reach = conversation.tokens if conversation is not None else 0
+        waiting = active.waiting
+        pool.learn_output(
+            lease.request.client, outcome.output_tokens, outcome.prefill_seconds + outcome.decode_seconds
+        )
+        tokens = cached + processed + outcome.output_tokens if told else None
+        pool.sessions.release(waiting.session, now, tokens)
         if self._backends.get(backend.name) is backend:
             self._settle(pool, active, outcome, now)
-        conversation = active.entry.conversation
         return Report(
             request=lease.request,
             slot=outcome.slot or lease.slot,
@@ -204,7 +202,7 @@ class RouterCore:
             cached_tokens=cached,
             processed_tokens=processed,
             output_tokens=outcome.output_tokens,
-            queue_seconds=lease.granted - active.entry.waiting.since,
+            queue_seconds=lease.granted - waiting.since,
             losses=losses.split(
                 processed,
                 cached,
@@ -212,10 +210,10 @@ class RouterCore:
                 resident=active.best_tokens,
                 gone=active.gone_tokens,
                 gone_reason=active.gone_reason,
-                session=reach,
+                session=waiting.reach,
             ),
             truth_missing=not told,
-            session=conversation.id if conversation is not None else lease.request.session or "",
+            session=waiting.session.removeprefix("="),
         )
 
     def observe(self, backend: str, slots: Sequence[SlotObservation], now: float) -> None:
@@ -235,20 +233,18 @@ class RouterCore:
 
     def queued(self, pool: str) -> int:
         """Requests of a pool that wait for a lease."""
-        return len(self._pools[pool].entries)
+        return len(self._pools[pool].waiting)
 
     def position(self, request_id: str) -> tuple[int, float] | None:
         """Place in the queue and the time that those before it and those running will take, roughly."""
         for pool in self._pools.values():
-            if request_id in pool.entries:
-                pool.refresh()
-                order = sorted(
-                    (entry.waiting for entry in pool.entries.values()),
-                    key=lambda w: w.order if pool.settings.queue == "fifo" else w.prefill_seconds,
-                )
-                place = next(i for i, w in enumerate(order) if w.request.id == request_id)
-                room = sum(in_flight_limit(pool.settings.in_flight, b.slots) for b in pool.backends.values())
-                return place, sum(w.prefill_seconds for w in order[:place]) / max(1, room)
+            if request_id not in pool.waiting:
+                continue
+            pool.refresh()
+            order = sorted(pool.waiting.values(), key=_fifo if pool.settings.queue == "fifo" else _rank)
+            place = next(i for i, w in enumerate(order) if w.request.id == request_id)
+            room = sum(pool.limit(backend) for backend in pool.backends.values())
+            return place, sum(w.seconds for w in order[:place]) / max(1, room)
         return None
 
     def slots(self) -> list[SlotView]:
@@ -257,49 +253,47 @@ class RouterCore:
 
     # Inside
 
-    @staticmethod
-    def _pick(pool: Pool, now: float) -> Picked | None:
-        pool.refresh()
-
-        def place(waiting: Waiting) -> Choice | None:
-            entry = pool.entries[waiting.request.id]
-            return placement.choose(pool.facts(entry, now), waiting.prompt_tokens)
-
-        return scheduler.pick([entry.waiting for entry in pool.entries.values()], pool.settings, now, place)
-
-    def _lease(self, pool: Pool, picked: Picked, now: float) -> Lease:
-        choice, request = picked.choice, picked.waiting.request
-        ref = choice.slot
+    def _lease(self, pool: Pool, waiting: Waiting, choice: Choice, now: float) -> Lease:
+        request, ref, residency = waiting.request, choice.slot, pool.residency
         backend = pool.backends[ref.backend]
-        entry = pool.entries.pop(request.id)
+        del pool.waiting[request.id]
         # Copies of a prompt go to the lowest idle slots, as the engine will choose them.
         others = [other for other in pool.idle_slots(backend) if other != ref][: request.slots - 1]
-        for taken in (ref, *others):
-            slot = pool.residency.slots[taken]
-            slot.request, slot.last_used = request.id, now
-        shared = entry.matches.get(ref, 0)
+        shared = waiting.matches.get(ref, 0)
         lease = Lease(
             request=request,
             slot=ref,
             decision=choice.decision if request.pinned else Decision.UNPINNED,
             predicted_tokens=choice.match_tokens,
-            prompt_tokens=picked.waiting.prompt_tokens,
+            prompt_tokens=waiting.prompt_tokens,
             granted=now,
             extra_slots=tuple(others),
             candidates=choice.candidates,
         )
-        gone_tokens, gone_reason = pool.gone(entry)
-        held = pool.residency.reusable_tokens(request.prompt, ref, shared, lease.prompt_tokens)
+        gone_tokens, gone_reason = pool.gone(waiting)
+        held = residency.reusable_tokens(request.prompt, ref, shared, lease.prompt_tokens)
+        slot = residency.slots[ref]
         active = Active(
             lease=lease,
             backend=backend,
-            entry=entry,
+            waiting=waiting,
+            before=slot.held,
+            before_known=slot.known,
+            before_session=slot.session,
             held_tokens=held,
-            best_tokens=max(held, picked.waiting.best_tokens),
+            best_tokens=max(held, waiting.best_tokens),
             gone_tokens=gone_tokens,
             gone_reason=gone_reason,
             rolls_back=pool.rolls_back(ref, shared),
+            prefill_seconds=choice.prefill_seconds,
         )
+        for taken in (ref, *others):
+            state = residency.slots[taken]
+            state.request, state.last_used = request.id, now
+        if request.pinned and request.slots == 1:
+            pool.lose(slot.held if slot.known else None, Loss.EVICTED, beyond=shared)
+            slot.session = waiting.session
+            residency.expect(ref, request.prompt, lease.prompt_tokens)
         self._active[request.id] = active
         backend.active[request.id] = active
         return lease
@@ -312,55 +306,69 @@ class RouterCore:
         for ref in (lease.slot, *lease.extra_slots):
             residency.slots[ref].request = None
             if ref in lease.extra_slots:
-                pool.lose(residency.slots[ref], Loss.EVICTED, now)
+                pool.lose(residency.slots[ref].held, Loss.EVICTED)
                 residency.doubt(ref)
         slot = residency.slots.get(ran_on)
         if slot is None:
             return
         slot.last_used = now
-        if outcome.untouched and not active.wiped:
-            return
-        if active.wiped or outcome.engine_error:
-            pool.lose(slot, Loss.RESTARTED, now)
-            residency.hold(ran_on, None, known=False)
-        elif (
-            outcome.cached_tokens is not None and outcome.processed_tokens is not None and request.slots == 1
-        ):
-            _served(pool, active, slot, outcome, now)
-        elif outcome.status is Status.CANCELLED and slot.known and request.keeps_prefix:
-            _interrupted(pool, active, slot, now)
-        else:
+        if ran_on != lease.slot and request.pinned:
+            # The engine went its own way: neither slot is what we think.
+            residency.doubt(lease.slot)
             residency.doubt(ran_on)
+        elif active.wiped or outcome.engine_error:
+            pool.lose(active.before if active.before_known else None, Loss.RESTARTED)
+            residency.hold(ran_on, None, known=False)
+        elif outcome.untouched:
+            _put_back(pool, active)
+        elif outcome.status is Status.CANCELLED and outcome.cached_tokens is None and request.pinned:
+            _interrupted(pool, active, slot, outcome)
+        elif outcome.cached_tokens is None or outcome.processed_tokens is None or request.slots > 1:
+            residency.doubt(ran_on)
+        else:
+            _served(pool, active, slot, outcome)
 
 
-def _served(pool: Pool, active: Active, slot: SlotState, outcome: Outcome, now: float) -> None:
-    """The slot holds prompt and answer; what it held before is lost beyond what they share."""
-    entry, request = active.entry, active.lease.request
-    if entry.conversation is None:
-        entry.conversation = pool.begin(request)
-    if slot.conversation is not entry.conversation:
-        kept = pool.residency.match(request.prompt, slot.ref) if request.keeps_prefix else 0
-        pool.lose(slot, Loss.EVICTED, now, beyond=kept)
-    pool.residency.commit(
-        slot.ref,
-        request.prompt,
-        outcome.generated,
-        (outcome.cached_tokens or 0) + (outcome.processed_tokens or 0),
-        outcome.output_tokens,
-    )
-    entry.conversation.prompt_length = request.prompt.length
-    pool.remember(slot.held, slot, entry.conversation, now)
-    pool.hold_for_return(slot, now)
+def _served(pool: Pool, active: Active, slot: SlotState, outcome: Outcome) -> None:
+    """The slot holds prompt and answer."""
+    request = active.lease.request
+    if not request.pinned:
+        pool.lose(slot.held if slot.known else None, Loss.EVICTED, beyond=active.held_tokens)
+        slot.session = active.waiting.session
+    prompt_tokens = (outcome.cached_tokens or 0) + (outcome.processed_tokens or 0)
+    pool.residency.commit(slot.ref, request.prompt, outcome.generated, prompt_tokens, outcome.output_tokens)
+    pool.history.covered(request.prompt)
 
 
-def _interrupted(pool: Pool, active: Active, slot: SlotState, now: float) -> None:
-    """The engine cut the slot back to the shared prefix first; how far it came after that is not known."""
-    kept = pool.residency.match(active.lease.request.prompt, slot.ref)
-    if slot.held is not None and slot.held.length > kept:
-        if slot.conversation is not active.entry.conversation:
-            pool.lose(slot, Loss.EVICTED, now, beyond=kept)
-        pool.residency.hold(slot.ref, slot.held.cut(kept), known=True)
-    pool.hold_for_return(slot, now)
+def _put_back(pool: Pool, active: Active) -> None:
+    """The slot was not touched: it holds what it held before the lease."""
+    slot = pool.residency.slots[active.lease.slot]
+    slot.session = active.before_session
+    pool.residency.hold(slot.ref, active.before, known=active.before_known)
+    if active.before is not None:
+        pool.history.restored(active.before)
+
+
+def _interrupted(pool: Pool, active: Active, slot: SlotState, outcome: Outcome) -> None:
+    """The client left: how far the engine came is known only if it said so.
+
+    Until it does, the slot counts as holding the prompt: a client that tries again should come back to it.
+    """
+    held = slot.held
+    if held is None or not slot.known:
+        return
+    if outcome.resident_tokens is not None:
+        pool.residency.hold(slot.ref, held.cut_tokens(outcome.resident_tokens), known=True)
+    elif active.decoding_since is None:
+        pool.residency.hold(slot.ref, held, known=True, at_most=True)
+
+
+def _fifo(waiting: Waiting) -> float:
+    return waiting.order
+
+
+def _rank(waiting: Waiting) -> float:
+    return waste(waiting.prefill_seconds, waiting.full_seconds)
 
 
 def _view(pool: Pool, slot: SlotState) -> SlotView:
@@ -375,7 +383,7 @@ def _view(pool: Pool, slot: SlotState) -> SlotView:
         resident_tokens=slot.resident_tokens,
         shared_tokens=shared,
         shared_group=group,
-        session=slot.conversation.id if slot.conversation is not None else "",
+        session=slot.session.removeprefix("="),
         known=slot.known,
         request=slot.request,
         last_used=slot.last_used,
@@ -383,14 +391,17 @@ def _view(pool: Pool, slot: SlotState) -> SlotView:
 
 
 def _compare(residency: Residency, slot: SlotState, seen: SlotObservation) -> None:
-    believed = slot.held.tokens if slot.held is not None else 0
+    held, tokens = slot.held, seen.resident_tokens
+    believed = held.tokens + held.unread_tokens if held is not None else 0
     if seen.processing:  # not ours: somebody else uses the engine
         residency.doubt(slot.ref)
-    elif seen.resident_tokens is None:
+    elif tokens is None:
         return
-    elif seen.resident_tokens == 0:
+    elif tokens == 0:
         residency.hold(slot.ref, None, known=True)
-    elif seen.resident_tokens != believed:
+    elif slot.at_most and held is not None and tokens <= believed:
+        residency.hold(slot.ref, held.cut_tokens(tokens), known=True)
+    elif tokens != believed:
         residency.doubt(slot.ref)
     elif not slot.known:
-        residency.hold(slot.ref, slot.held, known=True)
+        residency.hold(slot.ref, held, known=True)

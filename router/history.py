@@ -1,4 +1,4 @@
-"""Contexts that slots held and hold no more: what was lost, why, and whose it was. Bounded. Pure."""
+"""Contexts that slots held and hold no more: what was lost, and why. Bounded. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .trie import PrefixTrie
+from .values import BLOCK
 
 if TYPE_CHECKING:
     from .residency import Context
-    from .returns import Sighting
     from .values import Loss, Prompt
 
 MAX_CONTEXTS = 256
@@ -21,28 +21,12 @@ MAX_TEXT = 8 << 20
 
 
 @dataclass(slots=True)
-class Conversation:
-    """A chain of calls, as far as it can be told from what they share."""
-
-    id: str
-    turns: int
-    prompt_length: int
-    """Bytes of its last prompt: a prompt that covers them is its next call."""
-    tokens: int
-    """Tokens that its context had after its last answer."""
-    released: float
-    """When its last answer ended."""
-    silence: Sighting | None = None
-
-
-@dataclass(slots=True)
 class Ghost:
     """A context that was overwritten (``evicted``) or went with its engine (``restarted``)."""
 
     key: int
     context: Context
     reason: Loss
-    conversation: Conversation
 
 
 class History:
@@ -58,14 +42,14 @@ class History:
     def __len__(self) -> int:
         return len(self._ghosts)
 
-    def add(self, context: Context, reason: Loss, conversation: Conversation) -> None:
+    def add(self, context: Context, reason: Loss) -> None:
         """Remember a lost context; the oldest make room."""
         if context.length > MAX_BYTES:
             return
         while not self._free or self._bytes + context.length > MAX_BYTES:
             self.remove(next(iter(self._ghosts.values())))
         key = self._free.pop()
-        ghost = Ghost(key, context, reason, conversation)
+        ghost = Ghost(key, context, reason)
         self._ghosts[key] = ghost
         self._trie.put(key, context.chain)
         self._bytes += context.length
@@ -85,9 +69,15 @@ class History:
         self._bytes -= ghost.context.length
         self._text -= ghost.context.length if ghost.context.data is not None else 0
 
-    def forget(self, conversation: Conversation) -> None:
-        """A conversation has a newer context: its older ones are of no more interest."""
-        for ghost in [g for g in self._ghosts.values() if g.conversation is conversation]:
+    def covered(self, prompt: Prompt) -> None:
+        """A prompt is resident now: what it covers wholly is lost no more."""
+        for ghost, shared in self.matches(prompt):
+            if shared >= ghost.context.length - BLOCK:
+                self.remove(ghost)
+
+    def restored(self, context: Context) -> None:
+        """A context that was taken to be lost is still there."""
+        for ghost in [g for g in self._ghosts.values() if g.context.chain is context.chain]:
             self.remove(ghost)
 
     def matches(self, prompt: Prompt) -> list[tuple[Ghost, int]]:

@@ -6,29 +6,34 @@ scheduling decide on. Matches of queued requests are kept and only looked up aga
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .history import Conversation, History
-from .placement import SlotFacts
+from . import placement, scheduler
+from .history import History
+from .placement import Choice, Demand, SlotFacts
 from .rates import Rates
 from .residency import Residency
-from .returns import Returns
-from .scheduler import CoreSettings, Waiting, in_flight_limit
+from .scheduler import CoreSettings, Pick, Waiting, in_flight_limit
+from .sessions import Sessions
 from .values import Loss, SlotRef
 
 if TYPE_CHECKING:
     from .residency import Context, SlotState
-    from .values import Lease, Prompt, Request
+    from .values import Lease, Request
 
-_EDGE = 64
-"""A prompt may lack this much of the end of the last one (what opens an answer) and still continue it."""
-_BEYOND = 256
-"""A match that goes further than the shared preamble by this many bytes is of the conversation itself."""
-_MAX_SESSIONS = 4096
-_MAX_CHANGES = 10_000
 _ROLLBACK_MEMORY = 0.7
+_CUT_BYTES = 64
+"""Less than this at the end of a slot is not counted as cutting it back."""
+_PRICED_SLOTS = 12
+"""Slots that are priced for one request in a large pool: those with the longest matches, and the cheapest."""
+_SHORTEST_LINGER = 0.001
+_OUTPUT_PRIOR = 128.0
+_OUTPUT_MEMORY = 0.98
+_SPREADS = 2.0
+"""Mean deviations above the mean that an answer is planned for when a bound must be kept."""
+_WORTH_A_LEVEL = 1.05
+"""``auto`` lets one more decode beside the others while that raises the total rate by this factor."""
 
 
 @dataclass(slots=True)
@@ -53,7 +58,11 @@ class Active:
 
     lease: Lease
     backend: Backend
-    entry: Entry
+    waiting: Waiting
+    before: Context | None
+    """What the slot held when the lease was given; ``before_known``: and whether that was known."""
+    before_known: bool
+    before_session: str
     held_tokens: int
     """Prompt tokens that the chosen slot held, whatever the engine can make of them."""
     best_tokens: int
@@ -61,21 +70,10 @@ class Active:
     gone_tokens: int
     gone_reason: Loss
     rolls_back: bool
-    decoding: bool = False
+    prefill_seconds: float
+    decoding_since: float | None = None
     wiped: bool = False
     """The engine lost what its slots held while this ran."""
-
-
-@dataclass(slots=True)
-class Entry:
-    """A queued request with what was found out about it."""
-
-    waiting: Waiting
-    matches: dict[SlotRef, int]
-    """Bytes that each slot shares with the prompt."""
-    conversation: Conversation | None
-    seen: int
-    """Place in the residency's list of changes up to which ``matches`` holds."""
 
 
 class Pool:
@@ -86,143 +84,103 @@ class Pool:
         self.backends: dict[str, Backend] = {}
         self.residency = Residency()
         self.history = History()
-        self.returns = Returns()
-        self.entries: dict[str, Entry] = {}
-        self.arrivals = 0
-        self._named: OrderedDict[str, Conversation] = OrderedDict()
-        self._begun = 0
+        self.sessions = Sessions()
+        self.waiting: dict[str, Waiting] = {}
+        self.wake: float | None = None
+        """When to pick again though nothing happens, as of the last pick."""
+        self._arrivals = 0
+        self._output_tokens = self._output_spread = _OUTPUT_PRIOR
+        self._served: dict[str, float] = {}
 
-    # Conversations
+    # The queue
 
     def enter(self, request: Request, now: float) -> None:
         """Queue a request: find what slots hold of it and which conversation it continues."""
-        matches = self.residency.matches(request.prompt) if request.keeps_prefix else {}
-        conversation = self._continued(request, matches)
-        if conversation is not None:
-            gap = max(0.0, now - conversation.released)
-            if conversation.silence is not None:
-                self.returns.take_back(conversation.silence)
-                conversation.silence = None
-            self.returns.saw_return(conversation.turns, gap)
-        entry = Entry(
-            waiting=Waiting(request=request, order=self.arrivals, since=now),
-            matches=matches,
-            conversation=conversation,
-            seen=len(self.residency.changes),
+        session, reach = self.sessions.arrive(request.prompt, request.session, now)
+        waiting = Waiting(
+            request=request,
+            order=self._arrivals,
+            since=now,
+            session=session.id,
+            reach=reach,
+            epoch=self.residency.epoch,
+            matches=self.residency.matches(request.prompt) if request.keeps_prefix else {},
         )
-        self.arrivals += 1
-        self.entries[request.id] = entry
+        self._arrivals += 1
+        self._join(request.client)
+        self.waiting[request.id] = waiting
+        self._estimate(waiting)
 
-    def _continued(self, request: Request, matches: dict[SlotRef, int]) -> Conversation | None:
-        if request.session is not None:
-            return self._named.get(request.session)
-        prompt = request.prompt
-        best: Conversation | None = None
-        best_shared = 0
-        for ref, shared in matches.items():
-            found = self.residency.slots[ref].conversation
-            if found is not None and shared > best_shared and self._continues(prompt, shared, found, ref):
-                best, best_shared = found, shared
-        for ghost, shared in self.history.matches(prompt):
-            found = ghost.conversation
-            if shared > best_shared and self._continues(prompt, shared, found, None):
-                best, best_shared = found, shared
-        return best
+    def leave(self, request_id: str, now: float) -> None:
+        """Take a request out of the queue unserved; unknown ids are ignored."""
+        waiting = self.waiting.pop(request_id, None)
+        if waiting is not None:
+            self.sessions.release(waiting.session, now)
 
-    def _continues(self, prompt: Prompt, shared: int, found: Conversation, ref: SlotRef | None) -> bool:
-        """Whether a prompt that shares ``shared`` bytes with a conversation is its next call.
+    def _join(self, client: str) -> None:
+        """A client that was away starts level with the least served one that is here."""
+        here = {w.request.client for w in self.waiting.values()}
+        here |= {a.lease.request.client for b in self.backends.values() for a in b.active.values()}
+        if client not in here:
+            least = min((self._served.get(name, 0.0) for name in here), default=0.0)
+            self._served = {name: self._served.get(name, 0.0) for name in here}
+            self._served[client] = max(self._served.get(client, 0.0), least)
 
-        Either it covers the last prompt, or it was changed above, yet shares more than a preamble that other
-        slots hold as well.
-        """
-        if shared >= found.prompt_length - min(_EDGE, found.prompt_length // 10):
-            return True
-        if ref is None or 2 * shared < found.prompt_length or prompt.length < found.prompt_length:
-            return False
-        elsewhere = self.residency.shared_bytes(ref)
-        return elsewhere > 0 and shared > elsewhere + _BEYOND
+    def learn_output(self, client: str, tokens: int, seconds: float) -> None:
+        """A request of a client is over: how much it wrote, and how long it was served."""
+        gap = abs(tokens - self._output_tokens)
+        self._output_spread = _OUTPUT_MEMORY * self._output_spread + (1 - _OUTPUT_MEMORY) * gap
+        self._output_tokens = _OUTPUT_MEMORY * self._output_tokens + (1 - _OUTPUT_MEMORY) * tokens
+        self._served[client] = self._served.get(client, 0.0) + seconds
 
-    def begin(self, request: Request) -> Conversation:
-        """A conversation that was not known before."""
-        self._begun += 1
-        name = request.session or f"{self.name}-{self._begun}"
-        conversation = Conversation(id=name, turns=0, prompt_length=0, tokens=0, released=0.0)
-        if request.session is not None:
-            self._named[name] = conversation
-            if len(self._named) > _MAX_SESSIONS:
-                self._named.popitem(last=False)
-        return conversation
-
-    def lose(self, slot: SlotState, reason: Loss, now: float, *, beyond: int = 0) -> None:
-        """What a slot holds is about to go; remember it if more than its first ``beyond`` bytes do."""
-        conversation, held = slot.conversation, slot.held
-        if conversation is None or held is None or not slot.known or held.length <= beyond:
-            return
-        self.history.add(held, reason, conversation)
-        if conversation.silence is None and not self._is_wanted(conversation):
-            idle = max(0.0, now - conversation.released)
-            conversation.silence = self.returns.saw_silence(conversation.turns, idle)
-
-    def _is_wanted(self, conversation: Conversation) -> bool:
-        return any(entry.conversation is conversation for entry in self.entries.values())
-
-    # Facts
-
-    def has_room(self, backend: Backend) -> bool:
-        """Whether a backend may take one more request at all."""
-        limit = in_flight_limit(self.settings.in_flight, backend.slots)
-        if not backend.admit or len(backend.active) >= limit:
-            return False
-        # The engine may put an unpinned request on any idle slot: until it is seen, none is known idle.
-        return all(active.lease.request.pinned or active.decoding for active in backend.active.values())
+    # What is known of the waiting
 
     def refresh(self) -> None:
         """Bring every queued request's matches and estimates up to date."""
-        changes = self.residency.changes
-        free = {ref for ref, slot in self.residency.slots.items() if slot.request is None}
-        end = len(changes)
-        for entry in self.entries.values():
-            if entry.seen < end:
-                self._catch_up(entry, set(changes[entry.seen :]))
-                entry.seen = end
-            self._estimate(entry, free)
-        if end > _MAX_CHANGES:
-            changes.clear()
-            for entry in self.entries.values():
-                entry.seen = 0
+        residency = self.residency
+        for waiting in self.waiting.values():
+            if waiting.epoch == residency.epoch:
+                continue
+            if waiting.request.keeps_prefix:
+                for ref in residency.changed_since(waiting.epoch):
+                    shared = residency.match(waiting.request.prompt, ref) if ref in residency.slots else 0
+                    if shared:
+                        waiting.matches[ref] = shared
+                    else:
+                        waiting.matches.pop(ref, None)
+            waiting.epoch = residency.epoch
+            self._estimate(waiting)
 
-    def _catch_up(self, entry: Entry, changed: set[SlotRef]) -> None:
-        request = entry.waiting.request
-        if not request.keeps_prefix:
-            return
-        for ref in changed:
-            entry.matches.pop(ref, None)
-            if ref in self.residency.slots:
-                shared = self.residency.match(request.prompt, ref)
-                if shared:
-                    entry.matches[ref] = shared
+    def _estimate(self, waiting: Waiting) -> None:
+        request = waiting.request
+        waiting.prompt_tokens = self.residency.prompt_tokens(request.prompt, waiting.matches)
+        waiting.tokens = {
+            ref: self._reusable(waiting, ref, shared) for ref, shared in waiting.matches.items()
+        }
+        waiting.best_slot, waiting.best_tokens, waiting.second_tokens = None, 0, 0
+        for ref, tokens in waiting.tokens.items():
+            if tokens > waiting.best_tokens:
+                waiting.second_tokens = waiting.best_tokens
+                waiting.best_slot, waiting.best_tokens = ref, tokens
+            elif tokens > waiting.second_tokens:
+                waiting.second_tokens = tokens
+        name = waiting.best_slot.backend if waiting.best_slot is not None else next(iter(self.backends), None)
+        if name is not None:
+            rates = self.backends[name].rates
+            waiting.prefill_seconds = rates.prefill_seconds(waiting.best_tokens, waiting.prompt_tokens)
+            waiting.full_seconds = rates.prefill_seconds(0, waiting.prompt_tokens)
+            most = request.max_output_tokens
+            output = self._output_tokens if most is None else min(most, self._output_tokens)
+            waiting.decode_seconds = rates.decode_seconds(output)
+            spread = _SPREADS * self._output_spread
+            waiting.spread_seconds = rates.decode_seconds(
+                spread if most is None else min(spread, most - output)
+            )
 
-    def _estimate(self, entry: Entry, free: set[SlotRef]) -> None:
-        waiting, residency = entry.waiting, self.residency
-        prompt = waiting.request.prompt
-        waiting.prompt_tokens = residency.prompt_tokens(prompt, entry.matches)
-        best = idle = 0
-        best_ref = next(iter(residency.slots), None)
-        for ref, shared in entry.matches.items():
-            tokens = self.reusable(entry, ref, shared)
-            best = max(best, tokens)
-            if ref in free and tokens > idle:
-                idle, best_ref = tokens, ref
-        waiting.best_tokens, waiting.idle_tokens = best, idle
-        if best_ref is not None:
-            rates = self.backends[best_ref.backend].rates
-            waiting.prefill_seconds = rates.prefill_seconds(idle, waiting.prompt_tokens)
-            waiting.total_seconds = rates.prefill_seconds(0, waiting.prompt_tokens)
-
-    def reusable(self, entry: Entry, ref: SlotRef, shared: int) -> int:
+    def _reusable(self, waiting: Waiting, ref: SlotRef, shared: int) -> int:
         """Prompt tokens that the engine is expected to reuse on a slot that shares ``shared`` bytes."""
-        prompt = entry.waiting.request.prompt
-        tokens = self.residency.reusable_tokens(prompt, ref, shared, entry.waiting.prompt_tokens)
+        prompt = waiting.request.prompt
+        tokens = self.residency.reusable_tokens(prompt, ref, shared, waiting.prompt_tokens)
         if self.rolls_back(ref, shared):
             tokens = int(tokens * self.backends[ref.backend].rollback)
         return tokens
@@ -230,7 +188,7 @@ class Pool:
     def rolls_back(self, ref: SlotRef, shared: int) -> bool:
         """Whether the engine has to cut the slot back to reuse ``shared`` bytes of it."""
         held = self.residency.slots[ref].held
-        return held is not None and 0 < shared < held.length - _EDGE
+        return held is not None and 0 < shared < held.length - _CUT_BYTES
 
     def learn_rollback(self, backend: Backend, held_tokens: int, cached: int) -> None:
         """A slot that was to be cut back to ``held_tokens`` was reused for ``cached``."""
@@ -238,58 +196,68 @@ class Pool:
             ratio = min(1.0, cached / held_tokens)
             backend.rollback = _ROLLBACK_MEMORY * backend.rollback + (1 - _ROLLBACK_MEMORY) * ratio
 
-    def facts(self, entry: Entry, now: float) -> list[SlotFacts]:
-        """The facts of every slot for one request."""
-        request = entry.waiting.request
-        room = {name: self._room_for(request, backend) for name, backend in self.backends.items()}
-        wanted = {
-            id(other.conversation)
-            for other in self.entries.values()
-            if other is not entry and other.conversation is not None
-        }
-        return [self._slot_facts(entry, slot, room, wanted, now) for slot in self.residency.slots.values()]
+    # Who goes next
 
-    def _room_for(self, request: Request, backend: Backend) -> bool:
-        if not self.has_room(backend):
-            return False
-        if not request.pinned and backend.active:
-            return False
-        return request.slots == 1 or len(self.idle_slots(backend)) >= request.slots
-
-    def _slot_facts(
-        self, entry: Entry, slot: SlotState, room: dict[str, bool], wanted: set[int], now: float
-    ) -> SlotFacts:
-        ref, conversation = slot.ref, slot.conversation
-        shared = entry.matches.get(ref, 0)
-        resident = slot.resident_tokens
-        chance, is_wanted = 0.0, False
-        if conversation is not None and resident:
-            is_wanted = id(conversation) in wanted
-            idle = max(0.0, now - conversation.released)
-            chance = 1.0 if is_wanted else self.returns.chance(conversation.turns, idle)
-        match = self.reusable(entry, ref, shared) if shared else 0
-        return SlotFacts(
-            ref=ref,
-            idle=slot.request is None and room[ref.backend],
-            resident_tokens=resident,
-            match_tokens=match,
-            kept_tokens=min(resident, max(match, self.residency.shared_tokens(ref)[0])),
-            same_session=conversation is not None and conversation is entry.conversation,
-            wanted=is_wanted,
-            held=now < slot.held_until,
-            return_chance=chance,
-            last_used=slot.last_used,
-            rates=self.backends[ref.backend].rates,
+    def pick(self, now: float) -> Pick:
+        """What to start now; the estimates must be fresh."""
+        demands: dict[SlotRef, list[Demand]] = {}
+        for waiting in self.waiting.values():
+            if waiting.best_slot is not None:
+                demand = Demand(waiting.request.id, waiting.best_tokens, waiting.second_tokens)
+                demands.setdefault(waiting.best_slot, []).append(demand)
+        view = _View(self, demands, now)
+        return scheduler.pick(
+            list(self.waiting.values()),
+            self.settings,
+            now,
+            capacity=max(1, sum(self.limit(backend) for backend in self.backends.values())),
+            served=self._served,
+            price=view.price,
+            linger=view.linger,
         )
+
+    def limit(self, backend: Backend) -> int:
+        """How many requests may run at once on a backend, as far as its rates are known."""
+        most = in_flight_limit(self.settings.in_flight, backend.slots)
+        if self.settings.in_flight != "auto":
+            return most
+        level = 1
+        while level < most and backend.rates.speedup(level + 1) >= _WORTH_A_LEVEL:
+            level += 1
+        return level
+
+    def has_room(self, backend: Backend) -> bool:
+        """Whether a backend may take one more request at all."""
+        if not backend.admit or len(backend.active) >= self.limit(backend):
+            return False
+        # The engine may put an unpinned request on any idle slot: until it is seen, none is known idle.
+        return all(a.lease.request.pinned or a.decoding_since is not None for a in backend.active.values())
 
     def idle_slots(self, backend: Backend) -> list[SlotRef]:
         """The backend's slots without a lease, lowest first."""
         refs = (SlotRef(backend.name, index) for index in range(backend.slots))
         return [ref for ref in refs if self.residency.slots[ref].request is None]
 
-    def gone(self, entry: Entry) -> tuple[int, Loss]:
+    def decode_left(self, active: Active, now: float) -> float:
+        """Seconds that a running request is expected to go on decoding."""
+        output = self._output_tokens
+        most = active.lease.request.max_output_tokens
+        if most is not None:
+            output = min(output, most)
+        seconds = active.backend.rates.decode_seconds(output, len(active.backend.active))
+        since = active.decoding_since
+        return seconds if since is None else max(seconds / 4, seconds - (now - since))
+
+    # What was lost
+
+    def lose(self, context: Context | None, reason: Loss, *, beyond: int = 0) -> None:
+        """A context is gone from its slot, but for its first ``beyond`` bytes."""
+        if context is not None and context.length > beyond + _CUT_BYTES:
+            self.history.add(context, reason)
+
+    def gone(self, waiting: Waiting) -> tuple[int, Loss]:
         """The most tokens of a prompt that any slot held before, and why it does not any more."""
-        request = entry.waiting.request
+        request = waiting.request
         best, reason = 0, Loss.EVICTED
         if request.keeps_prefix:
             for ghost, shared in self.history.matches(request.prompt):
@@ -298,26 +266,129 @@ class Pool:
                     best, reason = tokens, ghost.reason
         return best, reason
 
-    def hold_for_return(self, slot: SlotState, now: float) -> None:
-        """Decide how long a slot that was just released is kept for its own conversation."""
-        conversation = slot.conversation
-        if conversation is None or not slot.known or slot.held is None:
-            return
-        if self.settings.linger is not None:
-            seconds = self.settings.linger
-        else:
-            tokens = slot.held.tokens
-            kept = self.residency.shared_tokens(slot.ref)[0]
-            worth = self.backends[slot.ref.backend].rates.prefill_seconds(kept, tokens)
-            seconds = self.returns.linger(conversation.turns, worth)
-        slot.held_until = now + seconds
 
-    def remember(
-        self, context: Context | None, slot: SlotState, conversation: Conversation, now: float
-    ) -> None:
-        """A conversation's newest context is in this slot now."""
-        conversation.turns += 1
-        conversation.released = now
-        conversation.tokens = context.tokens if context is not None else 0
-        slot.conversation = conversation
-        self.history.forget(conversation)
+class _View:
+    """The pool as one pick sees it."""
+
+    def __init__(self, pool: Pool, demands: dict[SlotRef, list[Demand]], now: float) -> None:
+        self._pool, self._demands, self._now = pool, demands, now
+        self._room = {name: pool.has_room(backend) for name, backend in pool.backends.items()}
+        self._turns = pool.sessions.turns_ahead()
+        self._chances: dict[str, float] = {}
+        self._cheapest: list[SlotRef] | None = None
+
+    def price(self, waiting: Waiting, patient: bool) -> Choice | None:  # as the scheduler asks
+        """The placement of a request now; ``patient``: another may be waited for, and running ones spared."""
+        refs = self._refs(waiting)
+        facts = [self._facts(waiting, ref, patient=patient) for ref in refs]
+        return placement.choose(facts, waiting.prompt_tokens, waiting.request.id, patient=patient)
+
+    def linger(self, waiting: Waiting, choice: Choice) -> float:
+        """Seconds for which the chosen slot should still be kept for its own conversation."""
+        pool = self._pool
+        slot = pool.residency.slots[choice.slot]
+        if not slot.session or slot.session == waiting.session or choice.tail_seconds <= 0:
+            return 0.0
+        if pool.settings.linger is not None:
+            seconds = pool.sessions.fixed_linger(slot.session, pool.settings.linger, self._now)
+        else:
+            seconds = pool.sessions.linger_seconds(slot.session, choice.tail_seconds, self._now)
+        return seconds if seconds >= _SHORTEST_LINGER else 0.0
+
+    def _refs(self, waiting: Waiting) -> list[SlotRef]:
+        slots = self._pool.residency.slots
+        if len(slots) <= _PRICED_SLOTS:
+            return list(slots)
+        tokens = waiting.tokens
+        refs = sorted(tokens, key=lambda ref: -tokens[ref])[: _PRICED_SLOTS // 2]
+        refs += [ref for ref in self._by_loss() if ref not in refs][: _PRICED_SLOTS - len(refs)]
+        return refs
+
+    def _by_loss(self) -> list[SlotRef]:
+        """Idle slots in the order of what overwriting all of them would destroy."""
+        if self._cheapest is None:
+            losses: list[tuple[float, float, SlotRef]] = []
+            for ref, slot in self._pool.residency.slots.items():
+                if slot.request is None and self._room[ref.backend]:
+                    tail = placement.tail_seconds(self._slot_facts(slot, 0, idle=True, own=False))
+                    lost = tail * self._chance(slot.session) * self._turns
+                    for demand in self._demands.get(ref, ()):
+                        rates = self._pool.backends[ref.backend].rates
+                        lost = max(lost, rates.prefill_seconds(demand.elsewhere_tokens, demand.match_tokens))
+                    losses.append((lost, slot.last_used, ref))
+            self._cheapest = [ref for _, _, ref in sorted(losses)]
+        return self._cheapest
+
+    def _chance(self, session: str) -> float:
+        chance = self._chances.get(session)
+        if chance is None:
+            # Who waits or runs is counted as demand, which says exactly what would be lost.
+            sessions = self._pool.sessions
+            chance = sessions.chance(session)
+            self._chances[session] = chance
+        return chance
+
+    def _facts(self, waiting: Waiting, ref: SlotRef, *, patient: bool) -> SlotFacts:
+        slot = self._pool.residency.slots[ref]
+        match = waiting.tokens.get(ref, 0)
+        idle = slot.request is None and self._room[ref.backend] and self._fits(waiting.request, ref.backend)
+        if idle and patient:
+            idle = self._worth_it(waiting, ref.backend, match)
+        return self._slot_facts(slot, match, idle=idle, own=slot.session == waiting.session)
+
+    def _slot_facts(self, slot: SlotState, match: int, *, idle: bool, own: bool) -> SlotFacts:
+        pool, ref = self._pool, slot.ref
+        backend = pool.backends[ref.backend]
+        held = slot.held if slot.known else None
+        asked = held.asked_tokens if held is not None else 0
+        if slot.request is not None:
+            chance = 0.0
+        else:
+            chance = pool.sessions.tail_chance if own else self._chance(slot.session)
+        return SlotFacts(
+            ref=ref,
+            idle=idle,
+            match_tokens=match,
+            asked_tokens=asked,
+            shared_tokens=pool.residency.shared_tokens(ref)[0],
+            return_chance=chance if asked else 0.0,
+            recurring=1.0 if own else self._turns,
+            last_used=slot.last_used,
+            rates=backend.rates,
+            demands=self._demands.get(ref, ()),
+            wait_seconds=0.0 if slot.request is None else self._wait(backend, slot.request),
+        )
+
+    def _fits(self, request: Request, name: str) -> bool:
+        pool = self._pool
+        backend = pool.backends[name]
+        if not request.pinned and backend.active:
+            return False
+        return request.slots == 1 or len(pool.idle_slots(backend)) >= request.slots
+
+    def _worth_it(self, waiting: Waiting, name: str, match: int) -> bool:
+        """Whether a request should start beside those that run, whose decoding its prefill holds up.
+
+        It costs its prefill, and wins what decoding together saves over decoding one after the other.
+        """
+        pool = self._pool
+        backend = pool.backends[name]
+        running = len(backend.active)
+        if not running or pool.settings.in_flight in {"serialize", "slots"}:
+            return True
+        prefill = backend.rates.prefill_seconds(match, waiting.prompt_tokens)
+        overlap = min(
+            waiting.decode_seconds,
+            sum(pool.decode_left(active, self._now) for active in backend.active.values()) / running,
+        )
+        return prefill <= overlap * (1.0 - 1.0 / max(1.0, backend.rates.speedup(running + 1)))
+
+    def _wait(self, backend: Backend, request_id: str) -> float:
+        """Expected seconds until a running request leaves its slot."""
+        active = backend.active.get(request_id)
+        if active is None:
+            return 0.0
+        prefill = 0.0
+        if active.decoding_since is None:
+            prefill = max(0.0, active.lease.granted + active.prefill_seconds - self._now)
+        return prefill + self._pool.decode_left(active, self._now)

@@ -17,6 +17,9 @@ PREFILL_PRIOR = 1 / 500
 DECODE_PRIOR = 1 / 24
 """Seconds per output token of one request that decodes alone, until one was seen."""
 
+_BATCHING_PRIOR = 0.7
+"""What a second decoding request is taken to add to the rate of the first until it was measured."""
+
 _MEMORY = 20_000
 """Tokens after which an observation has lost about two thirds of its weight."""
 
@@ -44,6 +47,8 @@ class Rates:
 
     _blocks: dict[int, _Mean] = field(default_factory=dict)
     _decode: dict[int, _Mean] = field(default_factory=dict)
+    _sums: list[float] = field(default_factory=lambda: [0.0])
+    """Seconds to compute everything before each block, as far as it was asked for since the last lesson."""
 
     def prefill_rate(self, block: int) -> float:
         """Marginal seconds per prompt token in a position block."""
@@ -57,13 +62,24 @@ class Rates:
 
     def prefill_seconds(self, start: int, end: int) -> float:
         """Seconds to compute the prompt tokens ``[start, end)``."""
-        total = 0.0
-        while start < end:
-            block = start // BLOCK_TOKENS
-            stop = min(end, (block + 1) * BLOCK_TOKENS)
-            total += (stop - start) * self.prefill_rate(block)
-            start = stop
-        return total
+        return self._seconds_to(end) - self._seconds_to(start) if end > start else 0.0
+
+    def _seconds_to(self, position: int) -> float:
+        block, rest = divmod(max(0, position), BLOCK_TOKENS)
+        sums = self._sums
+        while len(sums) <= block:
+            sums.append(sums[-1] + BLOCK_TOKENS * self.prefill_rate(len(sums) - 1))
+        return sums[block] + rest * self.prefill_rate(block)
+
+    def speedup(self, busy: int) -> float:
+        """Tokens per second with ``busy`` requests decoding, against one fewer.
+
+        Where neither was seen, what batching usually gives is assumed, so that it is tried.
+        """
+        more, fewer = self._decode.get(busy), self._decode.get(busy - 1)
+        if busy <= 1 or more is None or fewer is None or not more.rate or not fewer.rate:
+            return 1.0 + _BATCHING_PRIOR / max(1, busy - 1)
+        return (busy / more.rate) / ((busy - 1) / fewer.rate)
 
     def decode_seconds(self, tokens: float, busy: int = 1) -> float:
         """Seconds to generate ``tokens`` while ``busy`` requests decode at once."""
@@ -87,6 +103,7 @@ class Rates:
             share = tokens * self.prefill_rate(block) * ratio
             self._blocks.setdefault(block, _Mean()).add(share, tokens, _MEMORY)
             start = stop
+        self._sums = [0.0]
 
     def saw_decode(self, tokens: int, seconds: float, busy: int = 1) -> None:
         """A request generated ``tokens`` in ``seconds`` while ``busy`` requests decoded."""

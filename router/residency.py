@@ -7,6 +7,7 @@ A slot's content is *known* (told by an engine's numbers, or empty after a start
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,7 @@ from .values import BLOCK, Prompt, SlotRef, extend_chain
 
 if TYPE_CHECKING:
     from array import array
-
-    from .history import Conversation
+    from collections.abc import Iterator
 
 _MAX_ANCHORS = 128
 _BYTES_PER_TOKEN_PRIOR = 4.0
@@ -32,6 +32,15 @@ class Context:
     data: bytes | None
     anchors: tuple[tuple[int, int], ...]
     """(byte offset, tokens up to there), ascending, from (0, 0) to (length, tokens)."""
+    asked: int = -1
+    """Bytes of it that somebody sent as a prompt; the rest is the answer. -1 = all."""
+    unread_tokens: int = 0
+    """Tokens that the slot holds beyond ``length``, the text of which is not known."""
+
+    @property
+    def asked_tokens(self) -> int:
+        """Tokens of the part that was sent as a prompt."""
+        return self.tokens if self.asked < 0 else self.tokens_at(self.asked)
 
     @property
     def tokens(self) -> int:
@@ -74,7 +83,17 @@ class Context:
             length=offset,
             data=None if self.data is None else self.data[:offset],
             anchors=anchors,
+            asked=-1 if self.asked < 0 else min(self.asked, offset),
         )
+
+    def cut_tokens(self, tokens: int) -> Context | None:
+        """The context's first ``tokens`` tokens, to the byte as well as that is known."""
+        at = bisect_right(self.anchors, tokens, key=lambda anchor: anchor[1])
+        if at == len(self.anchors):
+            return self
+        (low_byte, low_token), (high_byte, high_token) = self.anchors[at - 1], self.anchors[at]
+        part = (tokens - low_token) / (high_token - low_token)
+        return self.cut(low_byte + int((high_byte - low_byte) * part))
 
 
 @dataclass(slots=True)
@@ -87,11 +106,10 @@ class SlotState:
     known: bool = True
     request: str | None = None
     last_used: float = float("-inf")
-    conversation: Conversation | None = None
-    held_until: float = float("-inf")
-    """Until then only the slot's own conversation may take it: it is likely to return at once."""
-    pending: Context | None = None
-    """What the slot holds if an interrupted request got to its end before it stopped."""
+    session: str = ""
+    """The conversation that ran here last."""
+    at_most: bool = False
+    """The slot holds no more than ``held``, but possibly less: a request was interrupted."""
 
     @property
     def resident_tokens(self) -> int:
@@ -109,8 +127,9 @@ class Residency:
         self._free_keys: list[int] = []
         self._shared: dict[int, dict[int, int]] = {}
         """For each slot: the blocks that it shares with each other slot, where any."""
-        self.changes: list[SlotRef] = []
-        """Slots whose content changed, in order; readers keep their place in it."""
+        self._changed: OrderedDict[SlotRef, int] = OrderedDict()
+        self.epoch = 0
+        """Counts the changes of what slots hold."""
         self._bytes_per_token = _BYTES_PER_TOKEN_PRIOR
         self._seen_tokens = 0.0
 
@@ -123,8 +142,8 @@ class Residency:
 
     def remove(self, ref: SlotRef) -> None:
         """A slot is gone with what it held."""
+        self.hold(ref, None, known=False)
         state = self.slots.pop(ref)
-        self._index(state, None)
         del self._by_key[state.key]
         self._free_keys.append(state.key)
 
@@ -152,11 +171,6 @@ class Residency:
             return 0, None
         other = max(shared, key=lambda key: shared[key])
         return state.held.tokens_at(shared[other] * BLOCK), self._by_key[other].ref
-
-    def shared_bytes(self, ref: SlotRef) -> int:
-        """Of a slot's content, how many bytes from the start another slot holds too (whole blocks)."""
-        shared = self._shared.get(self.slots[ref].key)
-        return max(shared.values()) * BLOCK if shared else 0
 
     def prompt_tokens(self, prompt: Prompt, matches: dict[SlotRef, int]) -> int:
         """Length of a prompt in tokens: exact if told, else from the longest match."""
@@ -188,47 +202,57 @@ class Residency:
     ) -> None:
         """The engine served a prompt here: the slot holds it and what was generated, less a token."""
         state = self.slots[ref]
-        old = state.held if state.known else None
-        anchors: list[tuple[int, int]] = [(0, 0)]
-        if old is not None:
-            shared = old.common(prompt)
-            anchors += [
-                a for a in old.anchors if 0 < a[0] <= shared and a[0] < prompt.length and a[1] < prompt_tokens
-            ]
+        anchors = self._anchors(state, prompt, prompt_tokens)
         self._learn(prompt.length - anchors[-1][0], prompt_tokens - anchors[-1][1])
         if prompt.length:
             anchors.append((prompt.length, prompt_tokens))
         data, chain, length = prompt.data, prompt.chain, prompt.length
         tokens = prompt_tokens + max(0, output_tokens - 1)
-        if generated:
+        if generated and data is not None:
             length += len(generated)
             anchors.append((length, tokens))
-            if data is not None:
-                data += generated
-                chain = extend_chain(chain, data, root=prompt.root)
+            data += generated
+            chain = extend_chain(chain, data, root=prompt.root)
         if len(anchors) > _MAX_ANCHORS:
             anchors = [anchors[0], *anchors[-_MAX_ANCHORS + 1 :]]
-        if data is None:
-            length = prompt.length
-            anchors = [a for a in anchors if a[0] <= length]
-        self.hold(ref, Context(chain=chain, length=length, data=data, anchors=tuple(anchors)), known=True)
+        context = Context(
+            chain=chain,
+            length=length,
+            data=data,
+            anchors=tuple(anchors),
+            asked=prompt.length,
+            unread_tokens=tokens - anchors[-1][1],
+        )
+        self.hold(ref, context, known=True)
 
-    def hold(self, ref: SlotRef, context: Context | None, *, known: bool) -> None:
+    def expect(self, ref: SlotRef, prompt: Prompt, prompt_tokens: int) -> None:
+        """A request was sent here: while it runs, the slot is taken to hold its prompt."""
+        state = self.slots[ref]
+        anchors = self._anchors(state, prompt, prompt_tokens)
+        if prompt.length:
+            anchors.append((prompt.length, max(prompt_tokens, anchors[-1][1])))
+        self.hold(ref, Context(prompt.chain, prompt.length, prompt.data, tuple(anchors)), known=True)
+
+    @staticmethod
+    def _anchors(state: SlotState, prompt: Prompt, prompt_tokens: int) -> list[tuple[int, int]]:
+        """The known token counts of a slot's content that hold for a prompt as well."""
+        old = state.held if state.known else None
+        if old is None:
+            return [(0, 0)]
+        shared = min(old.common(prompt), prompt.length - 1)
+        return [(0, 0)] + [a for a in old.anchors if 0 < a[0] <= shared and a[1] < prompt_tokens]
+
+    def hold(self, ref: SlotRef, context: Context | None, *, known: bool, at_most: bool = False) -> None:
         """Set what a slot holds. ``None`` and known means empty."""
         state = self.slots[ref]
-        state.held, state.known, state.pending = context, known, None
-        self._index(state, context if known else None)
-
-    def doubt(self, ref: SlotRef) -> None:
-        """What a slot holds is unknown from now on; the belief is kept to recognise it again."""
-        self.hold(ref, self.slots[ref].held, known=False)
-
-    def _index(self, state: SlotState, context: Context | None) -> None:
+        state.held, state.known, state.at_most = context, known, at_most
+        self.epoch += 1
+        self._changed[ref] = self.epoch
+        self._changed.move_to_end(ref)
         key = state.key
         for other in self._shared.pop(key, ()):
             self._shared[other].pop(key, None)
-        self.changes.append(state.ref)
-        if context is None:
+        if not known or context is None:
             self._trie.drop(key)
             return
         self._trie.put(key, context.chain)
@@ -236,6 +260,17 @@ class Residency:
         self._shared[key] = mine
         for other, blocks in mine.items():
             self._shared.setdefault(other, {})[key] = blocks
+
+    def changed_since(self, epoch: int) -> Iterator[SlotRef]:
+        """Slots whose content changed after ``epoch`` (a former value of :attr:`epoch`), removed ones too."""
+        for ref in reversed(self._changed):
+            if self._changed[ref] <= epoch:
+                return
+            yield ref
+
+    def doubt(self, ref: SlotRef) -> None:
+        """What a slot holds is unknown from now on; the belief is kept to recognise it again."""
+        self.hold(ref, self.slots[ref].held, known=False)
 
     def _learn(self, length: int, tokens: int) -> None:
         if length <= 0 or tokens <= 0:

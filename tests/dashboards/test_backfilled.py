@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.dashboards.conftest import Prometheus
+from tests.dashboards.panels import PANELS, TOP, Shown, show
 from tests.dashboards.series import END, Expected, fleet, openmetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TOP = Path(__file__).parents[2]
-PANELS = {
-    (name, panel["title"]): panel
-    for name in ("overview", "parallel")
-    for panel in json.loads((TOP / f"dashboards/{name}.json").read_text(encoding="utf-8"))["panels"]
-    if panel["type"] != "row"
-}
 CHOICES = [(".+", ".+"), ("p", ".+"), (".+", "c"), ("p", "b")]
 RANGE = 3600.0
-
-Shown = dict[str, float]
-"""What a panel shows, by the name of the series; a table's rows by column and key."""
 
 
 @pytest.fixture(scope="module")
@@ -48,30 +37,6 @@ def filled(has_prometheus: None, tmp_path_factory: pytest.TempPathFactory) -> It
     running = Prometheus(folder)
     yield running
     running.stop()
-
-
-def show(prometheus: Prometheus, panel: dict[str, Any], pool: str, backend: str) -> Shown:
-    """Ask the queries of a panel as Grafana would, and name their series."""
-    shown: Shown = {}
-    variables = {"job": ".+", "instance": ".+", "pool": pool, "backend": backend}
-    for target in panel["targets"]:
-        expr = re.sub(r'"\$(\w+)"', lambda found: f'"{variables[found[1]]}"', target["expr"])
-        expr = expr.replace("$__rate_interval", "2m").replace("$__range", "1h")
-        assert "$" not in expr.replace("$1", "")
-        if target["instant"]:
-            series = {labels: [value] for labels, value in prometheus.query(expr, END).items()}
-        else:
-            series = prometheus.range(expr, END - 300, END, 15)
-        for labels, values in series.items():
-            assert all(map(math.isfinite, values)), (expr, labels)
-            own = dict(labels)
-            name = re.sub(r"\{\{(\w+)\}\}", lambda found: own[found[1]], target["legendFormat"])  # noqa: B023
-            if name == "__auto":
-                (key,) = own.values()
-                name = f"{target['refId']} {key}"
-            assert name not in shown
-            shown[name] = values[-1]
-    return shown
 
 
 def expected(title: str, known: Expected) -> Shown:  # noqa: C901, PLR0911, PLR0912, PLR0915 - a table of panels
@@ -197,7 +162,16 @@ def expected(title: str, known: Expected) -> Shown:  # noqa: C901, PLR0911, PLR0
 def test_a_panel_shows_what_was_filled_in(
     filled: Prometheus, dashboard: str, title: str, pool: str, backend: str
 ) -> None:
-    shown = show(filled, PANELS[dashboard, title], pool, backend)
+    shown = show(
+        filled,
+        PANELS[dashboard, title],
+        at=END,
+        window="2m",
+        whole="1h",
+        pool=pool,
+        backend=backend,
+        span=300,
+    )
     if (dashboard, title) == ("parallel", "Reuse"):
         known = {"observed": expected("Reuse", Expected(fleet(), pool, backend))["reuse"]}
     else:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     StartUp = Callable[..., Awaitable["Running"]]
 
 WARMSLOT = Path(sys.executable).with_name("warmslot")
-PATIENCE = 60
+PATIENCE = 100
 
 
 class Running:
@@ -94,7 +94,7 @@ def demo(installed_engine: Engine, demo_model: Path) -> str:
     engine = kind.value if kind is EngineKind.EMBEDDED else installed_engine.path
     return f"""
 engine: {engine}
-limits: {{drain_timeout: 30s}}
+limits: {{drain_timeout: 60s}}
 pools:
   - name: demo
     backends:
@@ -151,7 +151,7 @@ async def test_a_signal_lets_a_running_answer_end(up: StartUp, demo: str) -> Non
     async with (
         httpx.AsyncClient(base_url=running.url, timeout=PATIENCE, trust_env=False) as client,
         client.stream(
-            "POST", "/v1/chat/completions", json=chat("Count", stream=True, max_tokens=200, ignore_eos=True)
+            "POST", "/v1/chat/completions", json=chat("Count", stream=True, max_tokens=80, ignore_eos=True)
         ) as answer,
     ):
         lines = answer.aiter_lines()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner
 from warmslot.launcher.cli import app
 from warmslot.router.config_file import load
 from warmslot.router.config_schema import schema_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TOP = Path(__file__).parents[3]
 EXAMPLE = TOP / "configs/example.yaml"
@@ -86,6 +91,19 @@ def test_every_command_is_listed_and_has_help() -> None:
     for name in ("up", "config", "bench", "simulate"):
         assert name in listing
         assert run(name, "--help")[0] == 0
+
+
+def parameters(path: str, command: Any) -> Iterator[tuple[str, Any]]:
+    for parameter in command.params:
+        yield f"{path} {parameter.name}", parameter
+    for name in command.list_commands(None) if hasattr(command, "list_commands") else ():
+        yield from parameters(f"{path} {name}", command.get_command(None, name))
+
+
+def test_every_option_and_argument_has_a_text() -> None:
+    found = dict(parameters("warmslot", get_command(app)))
+    assert "warmslot bench demo slots" in found
+    assert [path for path, parameter in found.items() if not parameter.help] == []
 
 
 def test_an_unknown_command_is_wrong_usage() -> None:

@@ -190,14 +190,19 @@ def test_foreign_traffic_makes_a_slot_unknown_until_it_is_recognised() -> None:
     core.observe("gone", [SlotObservation(0, processing=False)], 3)
 
 
-def test_a_cancelled_prefill_keeps_what_matched() -> None:
-    core = make(slots=1)
+@pytest.mark.parametrize("told", [True, False])
+def test_a_cancelled_prefill_is_gone_on_with_where_it_stopped(told: bool) -> None:
+    core = make(slots=2)
+    text = SYSTEM[:600] + b"then something new " * 50
     serve(core, "1", SYSTEM, 0)
-    ask(core, "2", SYSTEM[:600] + b"then something new " * 50, 1)
-    core.grant(1)
-    core.finish("2", Outcome(status=Status.CANCELLED), 2)
-    lease, _ = serve(core, "3", SYSTEM[:600] + b"then something new " * 50, 3)
-    assert lease.predicted_tokens == 150
+    ask(core, "2", text, 1)
+    (first,) = core.grant(1)
+    core.finish("2", Outcome(status=Status.CANCELLED, resident_tokens=250 if told else None), 2)
+    if not told:
+        core.observe("a", [SlotObservation(first.slot.slot, processing=False, resident_tokens=250)], 3)
+    lease, _ = serve(core, "3", text, 4)
+    assert lease.slot == first.slot
+    assert abs(lease.predicted_tokens - 250) <= 1
 
 
 def test_draining_takes_no_leases() -> None:
@@ -210,7 +215,7 @@ def test_draining_takes_no_leases() -> None:
 
 
 def test_while_an_unpinned_request_is_somewhere_nothing_else_starts() -> None:
-    core = make(in_flight="slots")
+    core = make(in_flight="slots", queue="fifo")
     ask(core, "1", SYSTEM, pinned=False)
     ask(core, "2", SYSTEM)
     (lease,) = core.grant(0)

@@ -10,7 +10,7 @@ from warmslot.router.journal import JournalError, read
 from warmslot.router.records import BackendChange, Opening, Record
 
 from tests.fakes.llama_server import FakeLlamaServer
-from tests.unit.router.conftest import config_for, serving
+from tests.support.router import config_for, serving
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -126,8 +126,9 @@ async def test_no_text_of_prompts_or_names_of_sessions_are_shown(service: Servic
 
 
 async def test_slots_with_a_common_beginning_are_in_one_group(service: Service) -> None:
-    for mark in ("a", "b"):
-        await service.chat("the same long beginning " * 30 + f"mark-{mark}")
+    for turn in ("", " and more of it" * 4):
+        for mark in ("a", "b"):  # two conversations with one preamble are on two slots by their second turn
+            await service.chat("the same long beginning " * 30 + f"mark-{mark} " * 30 + turn)
     await service.chat("mark-c something else " * 30)
     async with snapshots(service) as stream:
         (backend,) = (await anext(stream))["backends"]
