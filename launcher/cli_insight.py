@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from rich.console import Console
+    from warmslot.router.journal import Reading
 
 Source = Annotated[
     str,
@@ -33,9 +34,14 @@ Key = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
+journal_app = typer.Typer(help="Scrubs, exports or imports journals.", no_args_is_help=True)
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     app.command()(report)
+    app.command()(explain)
+    app.add_typer(journal_app, name="journal")
 
 
 def report(
@@ -78,6 +84,120 @@ def report(
         typer.echo(f"wrote {html}", err=True)
     elif not as_json:
         show(_console(), summary, reading)
+
+
+def explain(
+    journal: JournalFile,
+    request: Annotated[
+        str | None,
+        typer.Argument(metavar="[ID]", help="A request's id, or its beginning.", show_default=False),
+    ] = None,
+    session: Annotated[
+        str | None, typer.Option(help="The last request of this session.", show_default=False)
+    ] = None,
+    last: Annotated[bool, typer.Option("--last", help="The last request of all.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What was predicted, chosen and observed for a request, and where its prompt stopped matching."""
+    from warmslot.router.journal import JournalError
+
+    from . import explain as explaining
+
+    if (request is not None) + (session is not None) + last != 1:
+        raise typer.BadParameter("give one of: an ID, --session, --last")
+    try:
+        found = explaining.explain(journal, request=request, session=session, last=last)
+    except (JournalError, explaining.NotFoundError) as error:
+        _fail(str(error))
+    if as_json:
+        _print_json(explaining.as_json(found))
+    else:
+        explaining.show(_console(), found)
+
+
+@journal_app.command()
+def scrub(
+    journal: JournalFile,
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The file to write.", show_default=False)],
+) -> None:
+    """Write a journal that may be given away: no text, no names of clients, hashes made meaningless."""
+    from . import journal_tools
+
+    _convert(journal, target, journal_tools.scrub)
+
+
+@journal_app.command()
+def export(
+    journal: JournalFile,
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The file to write.", show_default=False)],
+    form: Annotated[
+        Literal["csv", "trace"],
+        typer.Option(
+            "--format", help="csv: a row for each request; trace: lines with hashed 512-token blocks."
+        ),
+    ] = "csv",
+) -> None:
+    """Write a journal in another form."""
+    from . import journal_tools
+
+    _convert(journal, target, lambda a, b, progress: journal_tools.export(a, b, form, progress))
+
+
+@journal_app.command("import")
+def import_(
+    log: Annotated[
+        Path,
+        typer.Argument(metavar="LOG", help="A llama-server's log (text or JSON lines).", show_default=False),
+    ],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="The journal to write.", show_default=False)
+    ],
+    backend: Annotated[str, typer.Option(help="The backend's name in the journal.")] = "engine",
+    start: Annotated[
+        str | None,
+        typer.Option(
+            help="When the engine was started (2026-01-31T12:00); else the file's own time is taken."
+        ),
+    ] = None,
+    guess: Annotated[
+        bool,
+        typer.Option(help="Guess from lengths which prompts continue conversations that were overwritten."),
+    ] = True,
+) -> None:
+    """Make a journal of an engine's log alone, on a machine that has no router yet."""
+    from .journal_tools import import_log
+
+    _refuse_same(log, target)
+    try:
+        done = import_log(log, target, backend=backend, start=_moment(start, "--start"), guess=guess)
+    except OSError as error:
+        _fail(f"{error.filename or log}: {error.strerror or error}")
+    if not done.requests:
+        _fail(f"{log}: no finished request in it (expected the log of a llama-server, level info)")
+    typer.echo(
+        f"{target}: {done.requests} requests; {done.guessed} of them were taken for the next call of an "
+        f"overwritten conversation by their lengths; {done.incomplete} without timings were left out"
+    )
+
+
+def _convert(
+    source: Path, target: Path, convert: Callable[[Path, Path, Callable[[int], None]], tuple[int, Reading]]
+) -> None:
+    from warmslot.router.journal import JournalError
+
+    _refuse_same(source, target)
+    with _progress("writing") as progress:
+        try:
+            count, reading = convert(source, target, progress)
+        except (JournalError, OSError) as error:
+            _fail(str(error))
+    skipped = f"; {reading.skipped} lines were skipped, the first: {reading.why}" if reading.skipped else ""
+    typer.echo(f"{target}: {count} requests{skipped}")
+
+
+def _refuse_same(source: Path, target: Path) -> None:
+    if target.exists() and source.exists() and target.samefile(source):
+        raise typer.BadParameter("must not be the file that is read", param_hint="TARGET")
 
 
 # -- shared ------------------------------------------------------------------------------------------------

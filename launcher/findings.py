@@ -118,5 +118,10 @@ def _trust(summary: Summary) -> Iterator[str]:
             f"Observed reuse is {summary.calibration:.2f} of the predicted: the router's picture of the "
             "slots is off, as when others use the engine too."
         )
+    if summary.guessed:
+        yield (
+            f"Of {summary.guessed} requests the conversation that they continue was guessed from lengths: an "
+            "engine's log does not show it. Take their reasons as likely, not as known."
+        )
     if summary.truth_missing:
         yield f"{summary.truth_missing} answers told no timings; nothing is counted for them."

@@ -83,6 +83,7 @@ def summary(url: str, text: str) -> Summary:
         statuses=_by(found, "warmslot_requests_total", "outcome"),
         decisions=_by(found, "warmslot_routing_decisions_total", "decision"),
         truth_missing=int(_sum(found, "warmslot_truth_missing_total")),
+        guessed=0,
         sessions={},
         clients=_tokens(found, "warmslot_client_prompt_tokens_total", lambda labels: labels["client"]),
         routes=_tokens(found, "warmslot_prompt_tokens_total", lambda labels: labels["route"]),

@@ -150,6 +150,8 @@ class Summary:
     statuses: dict[str, int]
     decisions: dict[str, int]
     truth_missing: int
+    guessed: int
+    """Requests whose shared beginnings were guessed from lengths."""
     sessions: dict[str, Tokens]
     clients: dict[str, Tokens]
     routes: dict[str, Tokens]
@@ -200,7 +202,7 @@ class Gatherer:
         self._decisions: Counter[str] = Counter()
         self._slots: dict[str, int] = {}
         self._context: dict[str, int] = {}
-        self._missing = 0
+        self._missing = self._guessed = 0
         self._prefills: list[tuple[int, int, float]] = []
         self._spans: list[tuple[str, str, float, float, float, int]] = []
         self._waits: list[tuple[float, float | None, float]] = []
@@ -225,6 +227,7 @@ class Gatherer:
             groups.setdefault(name, Tokens()).add(record)
         self._statuses[record.status] += 1
         self._decisions[record.decision] += 1
+        self._guessed += record.guessed
         self._seconds[0] += record.prefill_seconds
         self._seconds[1] += record.decode_seconds
         decoding = end - record.decode_seconds
@@ -253,6 +256,7 @@ class Gatherer:
             statuses=dict(self._statuses),
             decisions=dict(self._decisions),
             truth_missing=self._missing,
+            guessed=self._guessed,
             sessions=self._groups["session"],
             clients=self._groups["client"],
             routes=self._groups["route"],
@@ -408,6 +412,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "prompt_per_output": summary.prompt_per_output,
         "calibration": summary.calibration,
         "truth_missing": summary.truth_missing,
+        "guessed": summary.guessed,
         "statuses": summary.statuses,
         "decisions": summary.decisions,
         **{

@@ -33,6 +33,8 @@ REST: Final = "rest"
 _EXACT = 6
 _LOOSE = 3
 _REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+_PIECE = 512
+"""Characters from which on a piece of a prompt without messages ends with its line."""
 _SEARCHED = 256
 """Bytes of a field's beginning that are searched in the canonical prompt to find where it stands."""
 
@@ -157,7 +159,8 @@ class Outliner:
             return
         for value in (messages, body.get("prompt")):
             if value is not None:
-                yield self._part(PROMPT, [(CONTENT, value)], place)
+                for piece in _pieces(_text(value)):
+                    yield self._part(PROMPT, [(CONTENT, piece)], place)
 
     def _tool(self, tool: Any, place: _Place) -> Part:
         name = ""
@@ -199,13 +202,12 @@ class Outliner:
         exact = _hash(text, 16)
         known = self._seen.get((exact, system))
         if known is None:
-            clock = _CLOCK.sub("\0", text)
             known = Field(
                 name=name,
                 length=len(text),
                 exact=exact[:_EXACT],
-                clock=_hash(clock, _LOOSE),
-                nonce=_hash(_without_nonces(clock, counters=system), _LOOSE),
+                clock=_hash(_CLOCK.sub("\0", text), _LOOSE),
+                nonce=_hash(_without_nonces(text, counters=system), _LOOSE),
                 shape=_hash(_shape(value), _LOOSE),
                 thinks=_THINK.search(text) is not None,
             )
@@ -231,6 +233,16 @@ class _Place:
         return at
 
 
+def _pieces(text: str) -> Iterator[str]:
+    """A prompt without messages in pieces of whole lines, so that a change is found in one of them."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + _PIECE)
+        end = len(text) if end < 0 else end + 1
+        yield text[start:end]
+        start = end
+
+
 def _text(value: Any) -> str:
     """The text of a field; content in parts is the texts of its parts."""
     if isinstance(value, str):
@@ -252,7 +264,8 @@ def _hash(text: str, size: int) -> bytes:
 
 
 def _without_nonces(text: str, *, counters: bool) -> str:
-    text = _HEADER.sub("\\1\0", _NONCE.sub("\0", text))
+    # Ids first: the digits of one may look like a date.
+    text = _HEADER.sub("\\1\0", _CLOCK.sub("\0", _NONCE.sub("\0", text)))
     return _NUMBER.sub("\0", text) if counters else text
 
 

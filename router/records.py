@@ -84,6 +84,8 @@ class Record:
     slots: int = 1
     pinned: bool = True
     keeps_prefix: bool = True
+    guessed: bool = False
+    """What it shares with earlier requests was guessed from lengths (imported from an engine's log)."""
     candidates: tuple[Candidate, ...] = ()
     outline: Outline = NO_OUTLINE
     reply: Part | None = None
@@ -330,6 +332,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "slots": 1,
     "pinned": True,
     "keeps_prefix": True,
+    "guessed": False,
     "losses": {},
     "first_token": None,
 }

@@ -85,6 +85,7 @@ def test_all_fields_come_back() -> None:
         slots=2,
         pinned=False,
         keeps_prefix=False,
+        guessed=True,
         root=b"12345678",
         candidates=(Candidate(SlotRef("b", 1), False, 10, 1.5, 0.25, 2.0),),
     )
