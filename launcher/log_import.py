@@ -133,7 +133,7 @@ class Import:
         self._extend(after, held)
         session = origin.session if origin is not None and shared * 2 > prompt_tokens else self._session()
         self._slots[task.slot] = _Context(after, held, session)
-        if before is not None and before is not origin:
+        if before is not None and (before is not origin or shared < _SHARE * before.tokens):
             self._forget(before)
         decode = task.decode.seconds if task.decode is not None else 0.0
         self.requests += 1
