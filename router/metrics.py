@@ -16,11 +16,11 @@ from prometheus_client import (
     Gauge,
     Histogram,
     disable_created_metrics,
-    generate_latest,
 )
 
 from .auth import ANYONE
 from .curves import BLOCK_NAMES, LEVEL_NAMES, DecodeLevels, DemandClock, PrefillCurve
+from .exposition import Exposition, Family
 from .values import Decision, Loss, Route, Status
 
 if TYPE_CHECKING:
@@ -64,7 +64,10 @@ class Definition(NamedTuple):
 
 def catalogue() -> list[Definition]:
     """Every metric that a router exports."""
-    return list(Metrics({}).definitions)
+    return [
+        Definition(family.name.removeprefix("warmslot_"), family.kind, family.labels, family.text)
+        for family in Metrics({}).families
+    ]
 
 
 class Metrics:
@@ -95,31 +98,40 @@ class Metrics:
         self._busy_since: dict[SlotRef, float] = {}
         self._went_down: dict[str, str] = {}
         self._journal: Journal | None = None
-        self.definitions: list[Definition] = []
+        self._families: list[Family] = []
         self._define()
+        self._exposition = Exposition(self._families)
         self._create_known(slots or {})
 
     def watch(self, journal: Journal) -> None:
         """Count what the journal writes and drops."""
         self._journal = journal
 
+    @property
+    def families(self) -> Sequence[Family]:
+        """What is exported, in the order of its text."""
+        return self._families
+
     def text(self) -> bytes:
         """The exposition in Prometheus' text format. May run in another thread."""
-        return generate_latest(self.registry)
+        return self._exposition.text()
 
     # -- definitions ---------------------------------------------------------------------------------------
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        self.definitions.append(Definition(name, "counter", labels, text))
-        return Counter(f"warmslot_{name}", text, labels, registry=self.registry)
+        made = Counter(f"warmslot_{name}", text, labels, registry=self.registry)
+        self._families.append(Family(f"warmslot_{name}", "counter", labels, text, made))
+        return made
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        self.definitions.append(Definition(name, "gauge", labels, text))
-        return Gauge(f"warmslot_{name}", text, labels, registry=self.registry)
+        made = Gauge(f"warmslot_{name}", text, labels, registry=self.registry)
+        self._families.append(Family(f"warmslot_{name}", "gauge", labels, text, made))
+        return made
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        self.definitions.append(Definition(name, "histogram", labels, text))
-        return Histogram(f"warmslot_{name}", text, labels, registry=self.registry, buckets=buckets)
+        made = Histogram(f"warmslot_{name}", text, labels, registry=self.registry, buckets=buckets)
+        self._families.append(Family(f"warmslot_{name}", "histogram", labels, text, made))
+        return made
 
     def _define(self) -> None:
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
