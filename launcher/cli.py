@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from . import cli_insight
+from . import cli_insight, cli_ops
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,6 +52,7 @@ bench_app = typer.Typer(help="Measures on this machine.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 cli_insight.add_to(app)
+cli_ops.add_to(app)
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="The configuration file (YAML).", show_default=False)
@@ -93,11 +94,8 @@ def up(
     from .up import StartError, run
 
     config = _load(file)
-    if port is not None:
-        listen = config.listen.model_copy(update={"port": port})
-        config = config.model_copy(update={"listen": listen})
     try:
-        code = run(config, quiet=quiet)
+        code = run(config, file, port=port, quiet=quiet)
     except StartError as error:
         _fail(str(error).splitlines(), 1)
     raise typer.Exit(code)

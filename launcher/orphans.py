@@ -86,6 +86,7 @@ class StateFolder:
         Raises :class:`OwnedError` where another launcher holds it, OSError where it cannot be made.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        self.path.chmod(0o700)
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -417,9 +417,9 @@ class Runner:
             context if isinstance(context, int) and context > 0 else self.launch.backend.context,
         )
 
-    def reshape(self, backend: Backend) -> None:
+    def reshape(self, launch: Launch) -> None:
         """Use other settings from the next start on."""
-        self.launch = replace(self.launch, backend=backend)
+        self.launch = launch
 
 
 def _client() -> httpx.AsyncClient:

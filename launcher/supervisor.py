@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from .process import State
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from warmslot.router.config import Backend
 
+    from .engine import Engine
     from .orphans import StateFolder
 
 __all__ = ["BackendStatus", "Launch", "Listener", "Manners", "ReshapeError", "Supervisor", "Watcher"]
@@ -61,17 +63,20 @@ class Supervisor:
     def _run(self, name: str) -> None:
         self._tasks[name] = asyncio.create_task(self._runners[name].run(), name=f"backend {name}")
 
-    async def restart(self, name: str, backend: Backend | None = None) -> BackendStatus:
+    async def restart(
+        self, name: str, backend: Backend | None = None, engine: Engine | None = None
+    ) -> BackendStatus:
         """Let a backend finish what runs on it and start it anew, also when it has failed.
 
-        With ``backend`` it gets new settings (the name stays). Returns when it is ready, has failed or was
-        stopped. Raises KeyError for an unknown name and :class:`ReshapeError` where it does not come up with
-        the new settings though it had with the old ones, which are then in force again.
+        With ``backend`` it gets new settings (the name stays), with ``engine`` as well another engine.
+        Returns when it is ready, has failed or was stopped. Raises KeyError for an unknown name and
+        :class:`ReshapeError` where it does not come up with the new settings though it had with the old ones,
+        which are then in force again.
         """
         runner = self._runners[name]
-        before, worked = runner.launch.backend, runner.status.state in {State.READY, State.DRAINING}
+        before, worked = runner.launch, runner.status.state in {State.READY, State.DRAINING}
         if backend is not None:
-            runner.reshape(backend)
+            runner.reshape(replace(before, backend=backend, engine=engine or before.engine))
         await self._restart(name)
         if backend is not None and worked and runner.status.state is State.FAILED:
             reason = runner.status.reason
@@ -131,6 +136,14 @@ class Supervisor:
         for name in self._runners:
             await self._settled(name)
         return self.status()
+
+    def launch(self, name: str) -> Launch:
+        """What of a backend is in force. Raises KeyError for an unknown name."""
+        return self._runners[name].launch
+
+    def backend(self, name: str) -> Backend:
+        """A backend's settings that are in force. Raises KeyError for an unknown name."""
+        return self._runners[name].launch.backend
 
     def status(self) -> list[BackendStatus]:
         """What is known about each backend, in the order of the configuration."""

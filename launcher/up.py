@@ -1,7 +1,7 @@
 """``warmslot up``: backends, router and HTTP server in one process, from the first signal to the last child.
 
 The order at the end: no new requests, running ones may finish (``limits.drain_timeout``), then the server,
-then the engines. A second signal leaves all of that out.
+then the engines. A second signal leaves all of that out. SIGHUP reads the configuration again.
 """
 
 from __future__ import annotations
@@ -21,19 +21,26 @@ import uvicorn
 from warmslot.router.app import create_router, server_config
 from warmslot.router.journal import JournalError
 
+from .control import Control, ControlError
 from .display import Display
 from .engine import EngineError, find_engine
+from .logfiles import LogFiles
 from .model import ModelError, find_model
+from .operations import Operations, reload_lines
+from .orphans import OwnedError, StateFolder
 from .process import State
-from .supervisor import Launch, Supervisor
+from .state import folder_of
+from .supervisor import Launch, Manners, Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from warmslot.router.app import Router
     from warmslot.router.config import Backend, Config
 
     from .engine import Engine
+    from .logs import LogLine
     from .supervisor import BackendStatus
 
 _TAIL = 12
@@ -44,17 +51,45 @@ class StartError(Exception):
     """It cannot start; the first line of the message is the reason."""
 
 
-def run(config: Config, *, quiet: bool = False) -> int:
-    """Serve a configuration until a signal; the exit code. Raises :class:`StartError`."""
+def run(config: Config, file: Path, *, port: int | None = None, quiet: bool = False) -> int:
+    """Serve the configuration read from ``file`` until a signal; the exit code.
+
+    ``port`` replaces ``listen.port``. Raises :class:`StartError`.
+    """
     _log_to_stdout()
     display = Display(quiet=quiet)
     display.say(f"warmslot {version('warmslot')}")
     launches = _launches(config, display)
-    with contextlib.closing(_bind(config)) as listening, asyncio.Runner(loop_factory=_new_loop) as runner:
+    with (
+        contextlib.closing(
+            _bind(config.listen.host, config.listen.port if port is None else port)
+        ) as listening,
+        _state(config, file) as folder,
+        asyncio.Runner(loop_factory=_new_loop) as runner,
+    ):
         try:
-            return runner.run(_Session(config, launches, listening, display).run())
+            return runner.run(_Session(config, file, launches, listening, folder, display).run())
         finally:
             display.close()
+
+
+@contextlib.contextmanager
+def _state(config: Config, file: Path) -> Iterator[StateFolder]:
+    """The configuration's state folder, held until the end."""
+    folder = StateFolder(folder_of(config, file))
+    try:
+        folder.acquire()
+    except OwnedError as error:
+        raise StartError(f"{error} (the setting state.path takes another)") from error
+    except OSError as error:
+        raise StartError(
+            f"the state folder {folder.path} cannot be used: {error.strerror} "
+            "(the setting state.path takes another)"
+        ) from error
+    try:
+        yield folder
+    finally:
+        folder.release()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -97,8 +132,7 @@ def _needs(config: Config, backend: Backend) -> tuple[Engine, str]:
         raise StartError(f"{backend.name}: {error}") from error
 
 
-def _bind(config: Config) -> socket.socket:
-    host, port = config.listen.host, config.listen.port
+def _bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -125,11 +159,34 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Watchers:
+    """The terminal and the log files, told the same."""
+
+    def __init__(self, display: Display, files: LogFiles) -> None:
+        self.loading = display.loading
+        self.left_out = display.left_out
+        self._all = (display, files)
+
+    def state(self, name: str, state: State, reason: str) -> None:
+        for watcher in self._all:
+            watcher.state(name, state, reason)
+
+    def line(self, name: str, line: LogLine) -> None:
+        for watcher in self._all:
+            watcher.line(name, line)
+
+
 class _Session:
     """One run from start to end."""
 
-    def __init__(
-        self, config: Config, launches: Sequence[Launch], listening: socket.socket, display: Display
+    def __init__(  # noqa: PLR0917 - one call, above
+        self,
+        config: Config,
+        file: Path,
+        launches: Sequence[Launch],
+        listening: socket.socket,
+        folder: StateFolder,
+        display: Display,
     ) -> None:
         self._config = config
         self._display = display
@@ -139,7 +196,19 @@ class _Session:
         except JournalError as error:
             raise StartError(str(error)) from error
         self._server = _Server(server_config(self._router.app, config))
-        self._supervisor = Supervisor(launches, self._router.dispatcher, display)
+        self._files = LogFiles(folder.path, size=config.state.log_size, files=config.state.log_files)
+        self._supervisor = Supervisor(
+            launches,
+            self._router.dispatcher,
+            _Watchers(display, self._files),
+            manners=Manners(drain_timeout=config.limits.drain_timeout, outlive=config.state.outlive),
+            folder=folder,
+        )
+        self._operations = Operations(
+            config, file, self._supervisor, self._router.dispatcher, address=self._address()
+        )
+        self._control = Control(folder.path, self._operations.actions)
+        self._reloading: set[asyncio.Task[None]] = set()
         self._launched = bool(launches)
         self._remote = any(backend.url is not None for pool in config.pools for backend in pool.backends)
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -148,6 +217,16 @@ class _Session:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
+        if hasattr(signal, "SIGHUP"):
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
+        await self._control.start()
+        try:
+            return await self._run()
+        finally:
+            self._control.close()
+            self._files.close()
+
+    async def _run(self) -> int:
         serving = asyncio.create_task(self._server.serve(sockets=[self._listening]), name="http")
         self._supervisor.start()
         work = asyncio.create_task(self._work(), name="backends")
@@ -185,6 +264,20 @@ class _Session:
             await asyncio.Event().wait()
         raise StartError(_explain(self._supervisor.status()))
 
+    def _reload(self) -> None:
+        task = asyncio.create_task(self._reloaded(), name="reload")
+        self._reloading.add(task)
+        task.add_done_callback(self._reloading.discard)
+
+    async def _reloaded(self) -> None:
+        try:
+            came = await self._operations.reload()
+        except ControlError as error:
+            self._display.say(f"not reloaded: {error}")
+            return
+        for line in reload_lines(came):
+            self._display.say(line)
+
     async def _end(self, serving: asyncio.Task[None], *, drain: bool) -> None:
         dispatcher, limit = self._router.dispatcher, self._config.limits.drain_timeout
         if drain:
@@ -216,10 +309,13 @@ class _Session:
 
     def _announce(self) -> None:
         self._display.close()
-        host, port = self._listening.getsockname()[:2]
-        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        address = self._address()
         self._display.say(f"\nServing at {address}/v1 (Ctrl-C stops). Try it:\n")
         self._display.say(curl_line(self._config, address) + "\n")
+
+    def _address(self) -> str:
+        host, port = self._listening.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def curl_line(config: Config, address: str) -> str:

@@ -240,6 +240,21 @@ class Journal(Section):
     """Keep the text of prompts and answers as well. Without it the journal holds hashes and numbers only."""
 
 
+class State(Section):
+    """What outlasts a run: which engines run, their logs, and the socket that `warmslot status` asks."""
+
+    path: str | None = Field(default=None, min_length=1)
+    """Its folder, of one running warmslot at a time. Left out: one for each configuration file, under
+    `$STATE_DIRECTORY` (systemd), `$XDG_STATE_HOME/warmslot` or `~/.local/state/warmslot`."""
+    outlive: bool = False
+    """Whether engines live on when warmslot is killed, to be taken over by its next start with all that they
+    hold; else they end with it."""
+    log_size: Bytes = Field(default=16 * 2**20, ge=2**16)
+    """Size at which an engine's log is put aside (as `NAME.log.1`, the oldest with the highest number)."""
+    log_files: int = Field(default=4, ge=1, le=1000)
+    """Log files kept of each engine, the current one included."""
+
+
 class Config(Section):
     """The whole file."""
 
@@ -253,6 +268,8 @@ class Config(Section):
     """Bounds that keep one client from hurting the others."""
     journal: Journal = Journal()
     """The record of finished requests."""
+    state: State = State()
+    """What outlasts a run."""
     ui: bool = True
     """Whether the live page is served at `/ui`. Its data asks for a key where keys are configured."""
     pools: tuple[Pool, ...] = Field(min_length=1)

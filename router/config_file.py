@@ -40,8 +40,9 @@ class ConfigError(Exception):
 def load(path: str | os.PathLike[str], env: Mapping[str, str] = os.environ) -> Config:
     """Read, validate and complete a configuration file.
 
-    Relative paths in it (``model``, ``engine`` with a slash, ``slot_save_path``, ``keys[].file``) start at
-    its own folder. Every key's ``value`` is set in the result. Raises :class:`ConfigError`.
+    Relative paths in it (``model``, ``engine`` with a slash, ``slot_save_path``, ``state.path``,
+    ``keys[].file``) start at its own folder. Every key's ``value`` is set in the result.
+    Raises :class:`ConfigError`.
     """
     file = os.fspath(path)
     try:
@@ -237,6 +238,8 @@ def _complete(config: Config, document: _Document, folder: Path, env: Mapping[st
     if config.journal.path is not None:
         path = _path(config.journal.path, folder)
         update["journal"] = config.journal.model_copy(update={"path": path})
+    if config.state.path is not None:
+        update["state"] = config.state.model_copy(update={"path": _path(config.state.path, folder)})
     return config.model_copy(update=update)
 
 

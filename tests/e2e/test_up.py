@@ -5,101 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import shlex
 import shutil
 import signal
 import socket
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
 import pytest
-from warmslot.launcher.engine import EngineKind
+
+from tests.support.up import PATIENCE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
 
-    from warmslot.launcher.engine import Engine
+    from tests.support.up import Running
 
-    StartUp = Callable[..., Awaitable["Running"]]
-
-WARMSLOT = Path(sys.executable).with_name("warmslot")
-PATIENCE = 100
-
-
-class Running:
-    """One ``warmslot up`` and what it has printed."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.lines: list[str] = []
-        self.url = ""
-
-    @property
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    async def until(self, pattern: str) -> re.Match[str]:
-        """Read output until a line matches."""
-        assert self.process.stdout is not None
-        async with asyncio.timeout(PATIENCE):
-            while line := (await self.process.stdout.readline()).decode():
-                self.lines.append(line)
-                if found := re.search(pattern, line):
-                    return found
-        raise AssertionError(f"no line matches {pattern!r}:\n{''.join(self.lines)}")
-
-    async def end(self) -> tuple[int, str]:
-        """Wait for the end: exit code, and what was written to stderr."""
-        async with asyncio.timeout(PATIENCE):
-            out, err = await self.process.communicate()
-        self.lines += out.decode().splitlines(keepends=True)
-        assert self.process.returncode is not None
-        return self.process.returncode, err.decode()
-
-
-@pytest.fixture
-async def up(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Running]]]:
-    """Starts ``warmslot up`` on a configuration text and a free port."""
-    runs: list[Running] = []
-
-    async def start(text: str, *options: str, serving: bool = True) -> Running:
-        file = tmp_path / "up.yaml"
-        file.write_text(text)
-        process = await asyncio.create_subprocess_exec(
-            *(WARMSLOT, "up", file, *(options or ("--port", "0"))),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        running = Running(process)
-        runs.append(running)
-        if serving:
-            running.url = (await running.until(r"Serving at (\S+)/v1"))[1]
-        return running
-
-    yield start
-    for running in runs:
-        if running.process.returncode is None:
-            running.process.kill()
-            await running.process.wait()
-
-
-@pytest.fixture
-def demo(installed_engine: Engine, demo_model: Path) -> str:
-    """A configuration of the demo model on one kind of engine."""
-    kind = installed_engine.kind
-    engine = kind.value if kind is EngineKind.EMBEDDED else installed_engine.path
-    return f"""
-engine: {engine}
-limits: {{drain_timeout: 60s}}
-pools:
-  - name: demo
-    backends:
-      - {{name: one, model: {demo_model}, slots: 2, context: 1024, threads: 2}}
-"""
+    StartUp = Callable[..., Awaitable[Running]]
 
 
 @pytest.fixture

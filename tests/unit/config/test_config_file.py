@@ -249,9 +249,10 @@ def test_paths_start_at_the_files_folder(tmp_path: Path) -> None:
     file.write_text(
         MINIMAL.replace("model: demo", "model: models/a.gguf\n        engine: bin/llama-server\n")
         + "        slot_save_path: saved\n"
-        + "engine: llama-server\n"
+        + "engine: llama-server\nstate: {path: run}\n"
     )
     config = load(file)
+    assert config.state.path == str(tmp_path / "run")
     backend = config.pools[0].backends[0]
     assert backend.model == str(tmp_path / "models/a.gguf")
     assert backend.engine == str(tmp_path / "bin/llama-server")

@@ -1,0 +1,179 @@
+"""Keeps slots warm over a restart: between supervisor and router, it saves and restores at the right moment.
+
+A slot is saved after the last request on its backend has ended and before the engine is told to, and
+restored before the router hears that the backend serves. Whatever goes wrong on the way ends in a cold slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+
+from .model import ModelError
+from .saved_slots import Folder, assign, fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from warmslot.router.core import Contents
+    from warmslot.router.dispatcher import Dispatcher
+
+    from .logs import LogEvent
+    from .saved_slots import Saved
+    from .supervisor import Launch
+
+log = logging.getLogger("warmslot.launcher")
+
+SAVE_TIMEOUT = 120.0
+"""Seconds that all slots of a backend together may take to be saved; the rest is lost."""
+
+RESTORE_TIMEOUT = 120.0
+"""Seconds that all slots of a backend together may take to be restored; the rest stays cold."""
+
+_LEAST = 64
+"""Tokens below which a slot is not worth a file."""
+
+
+class Warmth:
+    """A :class:`~.runner.Listener` in front of the dispatcher. ``launch_of`` tells what runs as a backend."""
+
+    def __init__(self, dispatcher: Dispatcher, launch_of: Callable[[str], Launch]) -> None:
+        self._dispatcher = dispatcher
+        self._launch_of = launch_of
+        self._folders: dict[str, Folder] = {}
+        self.log_event: Callable[[str, LogEvent], None] = dispatcher.log_event
+
+    async def backend_ready(self, name: str, url: str, slots: int, context: int, *, fresh: bool) -> None:
+        """A backend serves: what was saved of it is put back first, where it was started anew."""
+        restored = await self._restore(name, url, slots, context) if fresh else []
+        await self._dispatcher.backend_ready(name, url, slots, context, fresh=fresh, restored=restored)
+
+    async def backend_draining(self, name: str) -> None:
+        """Let what runs end, then save what the slots hold."""
+        await self._dispatcher.backend_draining(name)
+        await self.save(name)
+
+    async def backend_down(self, name: str, reason: str) -> None:
+        """Pass it on."""
+        await self._dispatcher.backend_down(name, reason)
+
+    # -- saving --------------------------------------------------------------------------------------------
+
+    async def save(self, name: str) -> int:
+        """Save what the idle slots of a backend hold, worth most first; how many were saved.
+
+        Nothing may run on them meanwhile. Never raises; a file that fails is removed.
+        """
+        folder, backend = self._folder(name), self._dispatcher.backend(name)
+        held = [one for one in self._dispatcher.contents(name) if one.tokens >= _LEAST]
+        if folder is None or backend is None or backend.client is None or not held:
+            return 0
+        url, saved = backend.client.base_url, 0
+        try:
+            mark = await asyncio.to_thread(fingerprint, self._launch_of(name))
+            async with (
+                asyncio.timeout(SAVE_TIMEOUT),
+                httpx.AsyncClient(base_url=url, timeout=SAVE_TIMEOUT, trust_env=False) as client,
+            ):
+                for one in sorted(held, key=lambda one: one.tokens * one.chance, reverse=True):
+                    saved += await self._save_one(client, folder, one, mark)
+            await asyncio.to_thread(folder.trim)
+        except TimeoutError:
+            log.warning("%s: saving slots took longer than %g s; the rest is lost", name, SAVE_TIMEOUT)
+        except (OSError, ModelError) as error:
+            log.warning("%s: slots cannot be saved: %s", name, error)
+        if saved:
+            log.info("%s: saved %d slot(s)", name, saved)
+        return saved
+
+    async def _save_one(
+        self, client: httpx.AsyncClient, folder: Folder, contents: Contents, mark: str
+    ) -> bool:
+        file = folder.new_name()
+        done = False
+        try:
+            answer = await client.post(f"/slots/{contents.slot}?action=save", json={"filename": file})
+            said = answer.json()
+            if answer.is_success and said.get("n_saved") == contents.tokens:
+                await asyncio.to_thread(folder.note, file, contents, mark)
+                done = True
+            else:
+                reason = (
+                    _reason(said) or f"{said.get('n_saved')} tokens where {contents.tokens} were expected"
+                )
+                log.warning("slot %d was not saved: %s", contents.slot, reason)
+        except (httpx.HTTPError, OSError, ValueError) as error:
+            log.warning("slot %d was not saved: %s", contents.slot, error or type(error).__name__)
+        finally:
+            if not done:
+                folder.drop(folder.path / file)
+        return done
+
+    # -- restoring -----------------------------------------------------------------------------------------
+
+    async def _restore(self, name: str, url: str, slots: int, context: int) -> list[Contents]:
+        folder = self._folder(name)
+        restored: list[Contents] = []
+        if folder is None:
+            return restored
+        try:
+            mark = await asyncio.to_thread(fingerprint, self._launch_of(name))
+            fit = await asyncio.to_thread(folder.fitting, mark, context)
+            async with (
+                asyncio.timeout(RESTORE_TIMEOUT),
+                httpx.AsyncClient(base_url=url, timeout=RESTORE_TIMEOUT, trust_env=False) as client,
+            ):
+                for slot, saved in assign(fit[:slots], slots).items():
+                    if await self._restore_one(client, folder, slot, saved):
+                        restored.append(replace(saved.contents, slot=slot))
+        except TimeoutError:
+            log.warning(
+                "%s: restoring slots took longer than %g s; the rest stays cold", name, RESTORE_TIMEOUT
+            )
+        except httpx.TransportError:
+            log.warning("%s: the engine went away while slots were restored", name)
+        except (OSError, ModelError) as error:
+            log.warning("%s: slots cannot be restored: %s", name, error)
+        if restored:
+            tokens = sum(one.tokens for one in restored)
+            log.info("%s: restored %d slot(s) with %d tokens, to be verified", name, len(restored), tokens)
+        return restored
+
+    async def _restore_one(self, client: httpx.AsyncClient, folder: Folder, slot: int, saved: Saved) -> bool:
+        if not await asyncio.to_thread(folder.begin_try, saved):
+            log.warning("%s is damaged and removed", saved.path)
+            folder.drop(saved.path)
+            return False
+        answer = await client.post(f"/slots/{slot}?action=restore", json={"filename": saved.path.name})
+        folder.end_try(saved)
+        try:
+            said = answer.json()
+        except ValueError:
+            said = {}
+        if answer.is_success and said.get("n_restored") == saved.contents.tokens:
+            return True
+        log.warning("slot %d stays cold: %s", slot, _reason(said) or f"status {answer.status_code}")
+        folder.drop(saved.path)
+        await client.post(f"/slots/{slot}?action=erase")
+        return False
+
+    def _folder(self, name: str) -> Folder | None:
+        backend = self._launch_of(name).backend
+        if backend.slot_save_path is None:
+            return None
+        path = Path(backend.slot_save_path)
+        folder = self._folders.get(name)
+        if folder is None or folder.path != path:
+            folder = self._folders[name] = Folder(path, name, backend.slot_save_size)
+        return folder
+
+
+def _reason(said: object) -> str:
+    """The engine's own words. They hold no prompt: these calls carry none."""
+    error = said.get("error") if isinstance(said, dict) else None
+    return str(error.get("message", "")) if isinstance(error, dict) else ""

@@ -1,0 +1,60 @@
+"""``warmslot up`` for tests: started on a configuration text, with its state in the test's own folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from warmslot.launcher.engine import EngineKind
+
+from tests.support.up import WARMSLOT, Running
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+    from warmslot.launcher.engine import Engine
+
+
+@pytest.fixture
+async def up(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Running]]]:
+    """Starts ``warmslot up`` on a configuration text and a free port."""
+    runs: list[Running] = []
+
+    async def start(text: str, *options: str, serving: bool = True) -> Running:
+        file = tmp_path / "up.yaml"
+        file.write_text(text)
+        process = await asyncio.create_subprocess_exec(
+            *(WARMSLOT, "up", file, *(options or ("--port", "0"))),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+        )
+        running = Running(process)
+        runs.append(running)
+        if serving:
+            running.url = (await running.until(r"Serving at (\S+)/v1"))[1]
+        return running
+
+    yield start
+    for running in runs:
+        if running.process.returncode is None:
+            running.process.kill()
+            await running.process.wait()
+
+
+@pytest.fixture
+def demo(installed_engine: Engine, demo_model: Path) -> str:
+    """A configuration of the demo model on one kind of engine."""
+    kind = installed_engine.kind
+    engine = kind.value if kind is EngineKind.EMBEDDED else installed_engine.path
+    return f"""
+engine: {engine}
+limits: {{drain_timeout: 60s}}
+pools:
+  - name: demo
+    backends:
+      - {{name: one, model: {demo_model}, slots: 2, context: 1024, threads: 2}}
+"""
