@@ -41,6 +41,7 @@ def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     app.command()(report)
     app.command()(explain)
+    app.command()(check)
     app.add_typer(journal_app, name="journal")
 
 
@@ -113,6 +114,66 @@ def explain(
         _print_json(explaining.as_json(found))
     else:
         explaining.show(_console(), found)
+
+
+def check(
+    url: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[URL]",
+            help="A llama-server that nobody else uses; else one is started.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[str, typer.Option(help="The GGUF file, or demo.")] = "demo",
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="Path of a llama-server, or embedded; searched for when left out.", show_default=False
+        ),
+    ] = None,
+    at_once: Annotated[int, typer.Option(min=1, max=64, help="Answers at the same time.")] = 2,
+    tokens: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of each answer.")] = 48,
+    drafts: Annotated[bool, typer.Option(help="Check with speculative drafts as well.")] = True,
+    flags: Annotated[
+        str, typer.Option(help="More flags for the engine, as one text.", show_default=False)
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Whether answers generated at once equal the same answers in turn, and what sharing a step costs."""
+    import asyncio
+    import shlex
+
+    from . import check as checking
+    from .engine import EngineError, find_engine
+    from .model import ModelError, find_model
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        if url is not None:
+            result = asyncio.run(checking.check_url(url, at_once, tokens, say))
+        else:
+            result = asyncio.run(
+                checking.check_engine(
+                    find_engine(engine),
+                    find_model(model),
+                    shlex.split(flags),
+                    at_once=at_once,
+                    tokens=tokens,
+                    drafts=drafts,
+                    say=say,
+                )
+            )
+    except (checking.CheckError, EngineError, ModelError) as error:
+        _fail(str(error))
+    if as_json:
+        _print_json(checking.as_json(result))
+    else:
+        checking.show(_console(), result)
+    if not result.good:
+        raise typer.Exit(1)
 
 
 @journal_app.command()
