@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from tests.support.browser import browser
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+__all__ = ["browser"]
 
 _LISTENING = re.compile(r'msg="Listening on" address=(\S+)')
 _READY = "Server is ready to receive web requests"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.fakes.llama_server import FakeLlamaServer
+from tests.support.browser import figures, number, page_of, until
 from tests.support.router import Service, sample, serving
 
 if TYPE_CHECKING:
@@ -49,44 +48,6 @@ async def busy(fakes: list[FakeLlamaServer]) -> AsyncIterator[Service]:
         for fake in fakes:
             fake.token.release()
         await asyncio.gather(*running)
-
-
-@asynccontextmanager
-async def page_of(browser: Any, service: Service, **screen: Any) -> AsyncIterator[Any]:
-    """The live page with a first snapshot on it. Nothing may be asked of anybody else, nothing may fail."""
-    context = await browser.new_context(**screen)
-    page = await context.new_page()
-    faults: list[str] = []
-    asked: list[str] = []
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-    page.on("request", lambda request: asked.append(request.url))
-    await page.goto(f"{service.url}/ui")
-    await page.wait_for_selector("#state[data-is=live]")
-    await page.wait_for_selector("ol.slots li")
-    yield page
-    await context.close()
-    assert faults == []
-    assert {url.split("/ui")[0] for url in asked if not url.startswith("data:")} == {service.url}
-
-
-async def figures(page: Any) -> dict[str, str]:
-    """The key figures by their names."""
-    names, values = (
-        await page.locator("dt").all_inner_texts(),
-        await page.locator("dd.value").all_inner_texts(),
-    )
-    return dict(zip(names, values, strict=True))
-
-
-async def until(page: Any, condition: str) -> None:
-    """Return once an expression holds in the page (which its policy keeps from evaluating text itself)."""
-    look = f"() => ({condition}) ? done() : requestAnimationFrame(look)"
-    await page.evaluate(f"new Promise((done) => {{ const look = {look}; look(); }})")
-
-
-def number(text: str) -> float:
-    return float(re.sub(r"[^\d.]", "", text))
 
 
 @pytest.mark.parametrize("screen", SCREENS)
