@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from . import losses
-from .pool_state import Active, Backend, Pool
+from .pool_state import Active, Backend, Contents, Pool
 from .scheduler import CoreSettings, Waiting, waste
 from .values import Decision, Lease, Loss, Report, SlotRef, SlotView, Status
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .residency import Residency, SlotState
     from .values import Outcome, Request, SlotObservation
 
-__all__ = ["Core", "CoreSettings", "QueueFullError", "RouterCore"]
+__all__ = ["Contents", "Core", "CoreSettings", "QueueFullError", "RouterCore"]
 
 _RETRY_AFTER = 5.0
 
@@ -53,6 +53,12 @@ class Core(Protocol):
 
     def backend_admit(self, backend: str, admit: bool) -> None:
         """Stop (drain) or resume giving leases on a backend that stays up."""
+
+    def contents(self, backend: str) -> list[Contents]:
+        """What the idle slots of a backend are known to hold; nothing for one that is not up."""
+
+    def believe(self, backend: str, contents: Contents, now: float) -> None:
+        """A slot that was empty holds this again, unverified until a request has reused it."""
 
     def submit(self, request: Request, now: float) -> None:
         """Queue a request. Raises :class:`QueueFullError`."""
@@ -127,6 +133,16 @@ class RouterCore:
     def backend_admit(self, backend: str, admit: bool) -> None:
         """Stop or resume giving leases on a backend; raises KeyError for one that is not up."""
         self._backends[backend].admit = admit
+
+    def contents(self, backend: str) -> list[Contents]:
+        """What can be saved of a backend, to be believed again after its restart."""
+        state = self._backends.get(backend)
+        return [] if state is None else self._pools[state.pool].contents(state)
+
+    def believe(self, backend: str, contents: Contents, now: float) -> None:
+        """Raises KeyError for a slot that does not exist."""
+        pool = self._pools[self._backends[backend].pool]
+        pool.believe(SlotRef(backend, contents.slot), contents, now)
 
     # Requests
 
@@ -279,6 +295,7 @@ class RouterCore:
             waiting=waiting,
             before=slot.held,
             before_known=slot.known,
+            before_unverified=slot.unverified,
             before_session=slot.session,
             held_tokens=held,
             best_tokens=max(held, waiting.best_tokens),
@@ -287,6 +304,9 @@ class RouterCore:
             rolls_back=pool.rolls_back(ref, shared),
             prefill_seconds=choice.prefill_seconds,
         )
+        if slot.unverified:  # where it turns out not to be there, the restart took it
+            active.held_tokens = active.best_tokens = 0
+            active.gone_tokens, active.gone_reason = max(held, gone_tokens), Loss.RESTARTED
         for taken in (ref, *others):
             state = residency.slots[taken]
             state.request, state.last_used = request.id, now
@@ -344,7 +364,8 @@ def _put_back(pool: Pool, active: Active) -> None:
     """The slot was not touched: it holds what it held before the lease."""
     slot = pool.residency.slots[active.lease.slot]
     slot.session = active.before_session
-    pool.residency.hold(slot.ref, active.before, known=active.before_known)
+    unverified = active.before_unverified
+    pool.residency.hold(slot.ref, active.before, known=active.before_known, unverified=unverified)
     if active.before is not None:
         pool.history.restored(active.before)
 
@@ -354,13 +375,13 @@ def _interrupted(pool: Pool, active: Active, slot: SlotState, outcome: Outcome) 
 
     Until it does, the slot counts as holding the prompt: a client that tries again should come back to it.
     """
-    held = slot.held
+    held, unverified = slot.held, active.before_unverified
     if held is None or not slot.known:
         return
     if outcome.resident_tokens is not None:
         pool.residency.hold(slot.ref, held.cut_tokens(outcome.resident_tokens), known=True)
     elif active.decoding_since is None:
-        pool.residency.hold(slot.ref, held, known=True, at_most=True)
+        pool.residency.hold(slot.ref, held, known=True, at_most=True, unverified=unverified)
 
 
 def _fifo(waiting: Waiting) -> float:
@@ -380,11 +401,11 @@ def _view(pool: Pool, slot: SlotState) -> SlotView:
     return SlotView(
         ref=slot.ref,
         busy=slot.request is not None,
-        resident_tokens=slot.resident_tokens,
+        resident_tokens=0 if slot.unverified else slot.resident_tokens,
         shared_tokens=shared,
         shared_group=group,
         session=slot.session.removeprefix("="),
-        known=slot.known,
+        known=slot.known and not slot.unverified,
         request=slot.request,
         last_used=slot.last_used,
     )

@@ -27,7 +27,7 @@ from .values import Outcome, Status
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .core import Core
+    from .core import Contents, Core
     from .observer import Observer
     from .values import Lease, Report, Request, SlotObservation, SlotView
 
@@ -273,8 +273,17 @@ class Dispatcher:
 
     # -- for whoever launches engines ----------------------------------------------------------------------
 
-    async def backend_ready(self, name: str, url: str, slots: int, context: int, *, fresh: bool) -> None:
-        """A backend serves at ``url``. ``fresh``: all of its slots are empty.
+    async def backend_ready(
+        self,
+        name: str,
+        url: str,
+        slots: int,
+        context: int,
+        *,
+        fresh: bool,
+        restored: Sequence[Contents] = (),
+    ) -> None:
+        """A backend serves at ``url``. ``fresh``: all of its slots are empty, but for those ``restored``.
 
         A second report of the same service changes nothing.
         """
@@ -293,12 +302,18 @@ class Dispatcher:
         backend.slots, backend.context = slots, context
         backend.life = SlotWatch(client, self, self._timing, self._clock, slots)
         self._core.backend_up(name, backend.pool, slots, context, self._clock(), known_empty=fresh)
+        for contents in restored:
+            self._core.believe(name, contents, self._clock())
         for observer in self._observers:
             observer.backend_changed(name, up=True, slots=slots, context=context, reason="")
         if not fresh:
             backend.life.want()
         self._refresh_pool(backend.pool)
         self._pump()
+
+    def contents(self, name: str) -> list[Contents]:
+        """What the idle slots of a backend are known to hold, to be saved."""
+        return self._core.contents(name)
 
     async def backend_down(self, name: str, reason: str) -> None:
         """A backend is gone, with all that its slots held."""

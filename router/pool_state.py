@@ -52,6 +52,22 @@ class Backend:
     models whose cache cannot be cut (sliding window, recurrent)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a slot holds, to be put back into one after its engine was started anew."""
+
+    slot: int
+    context: Context
+    session: str = ""
+    chance: float = 1.0
+    """That it is asked for again at all."""
+
+    @property
+    def tokens(self) -> int:
+        """Its length as the engine counts it."""
+        return self.context.tokens + self.context.unread_tokens
+
+
 @dataclass(slots=True)
 class Active:
     """A lease that is out."""
@@ -62,6 +78,7 @@ class Active:
     before: Context | None
     """What the slot held when the lease was given; ``before_known``: and whether that was known."""
     before_known: bool
+    before_unverified: bool
     before_session: str
     held_tokens: int
     """Prompt tokens that the chosen slot held, whatever the engine can make of them."""
@@ -247,6 +264,26 @@ class Pool:
         seconds = active.backend.rates.decode_seconds(output, len(active.backend.active))
         since = active.decoding_since
         return seconds if since is None else max(seconds / 4, seconds - (now - since))
+
+    # What is carried over a restart
+
+    def contents(self, backend: Backend) -> list[Contents]:
+        """What the backend's idle slots are known to hold."""
+        wanted = {waiting.session for waiting in self.waiting.values()}
+        found = []
+        for ref in self.idle_slots(backend):
+            slot = self.residency.slots[ref]
+            if slot.known and slot.held is not None and not slot.at_most:
+                chance = 1.0 if slot.session in wanted else self.sessions.chance(slot.session)
+                found.append(Contents(ref.slot, slot.held, slot.session, chance))
+        return found
+
+    def believe(self, ref: SlotRef, contents: Contents, now: float) -> None:
+        """An empty slot was filled again with this, as the engine says."""
+        slot = self.residency.slots[ref]
+        slot.session, slot.last_used = contents.session, now
+        self.history.restored(contents.context)
+        self.residency.hold(ref, contents.context, known=True, unverified=True)
 
     # What was lost
 

@@ -110,6 +110,9 @@ class SlotState:
     """The conversation that ran here last."""
     at_most: bool = False
     """The slot holds no more than ``held``, but possibly less: a request was interrupted."""
+    unverified: bool = False
+    """What it holds was put back from a file and the engine has not yet shown that it uses it: requests are
+    led there, but nobody is told that it is resident."""
 
     @property
     def resident_tokens(self) -> int:
@@ -242,10 +245,18 @@ class Residency:
         shared = min(old.common(prompt), prompt.length - 1)
         return [(0, 0)] + [a for a in old.anchors if 0 < a[0] <= shared and a[1] < prompt_tokens]
 
-    def hold(self, ref: SlotRef, context: Context | None, *, known: bool, at_most: bool = False) -> None:
+    def hold(
+        self,
+        ref: SlotRef,
+        context: Context | None,
+        *,
+        known: bool,
+        at_most: bool = False,
+        unverified: bool = False,
+    ) -> None:
         """Set what a slot holds. ``None`` and known means empty."""
         state = self.slots[ref]
-        state.held, state.known, state.at_most = context, known, at_most
+        state.held, state.known, state.at_most, state.unverified = context, known, at_most, unverified
         self.epoch += 1
         self._changed[ref] = self.epoch
         self._changed.move_to_end(ref)

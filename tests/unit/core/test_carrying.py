@@ -1,0 +1,80 @@
+"""What slots hold is carried over a restart: offered to requests, but claimed only once it was reused."""
+
+from __future__ import annotations
+
+from warmslot.router.core import Contents, CoreSettings, RouterCore
+from warmslot.router.values import Loss, Outcome, Prompt, Report, Request, SlotRef, Status
+
+FIRST = b"The first conversation, about one thing. " * 40
+SECOND = b"A second one that shares nothing with it. " * 30
+
+
+def ask(core: RouterCore, name: str, text: bytes, now: float) -> tuple[SlotRef, int]:
+    core.submit(Request(id=name, prompt=Prompt.of(text), pool="p", arrived=now), now)
+    (lease,) = core.grant(now)
+    return lease.slot, lease.predicted_tokens
+
+
+def finish(core: RouterCore, name: str, text: bytes, cached: int, now: float) -> Report:
+    total = len(text) // 4
+    outcome = Outcome(Status.OK, cached_tokens=cached, processed_tokens=total - cached, output_tokens=1)
+    return core.finish(name, outcome, now)
+
+
+def restarted(slots: int) -> tuple[RouterCore, list[Contents]]:
+    """A core whose backend held two conversations, and was started anew with other slots."""
+    core = RouterCore({"p": CoreSettings(in_flight="serialize")})
+    core.backend_up("a", "p", 4, 4096, 0.0, known_empty=True)
+    for number, text in enumerate((FIRST, SECOND)):
+        ask(core, text[:8].decode(), text, float(number))
+        finish(core, text[:8].decode(), text, 0, float(number))
+    kept = core.contents("a")
+    core.backend_down("a", 2.0)
+    core.backend_up("a", "p", slots, 4096, 3.0, known_empty=True)
+    return core, kept
+
+
+def test_contents_tell_what_idle_slots_hold() -> None:
+    core = RouterCore({"p": CoreSettings(in_flight="serialize")})
+    assert core.contents("a") == []
+    core.backend_up("a", "p", 2, 4096, 0.0, known_empty=True)
+    assert core.contents("a") == []
+    slot, _ = ask(core, "r", FIRST, 0.0)
+    assert core.contents("a") == []
+    finish(core, "r", FIRST, 0, 1.0)
+    (held,) = core.contents("a")
+    assert (held.slot, held.tokens) == (slot.slot, len(FIRST) // 4)
+    assert 0 < held.chance <= 1
+
+
+def test_what_is_believed_leads_requests_there_and_is_claimed_once_reused() -> None:
+    core, kept = restarted(2)
+    for number, contents in enumerate(kept):
+        core.believe("a", Contents(number, contents.context, contents.session), 3.0)
+    assert [(view.resident_tokens, view.known) for view in core.slots()] == [(0, False), (0, False)]
+    longer = SECOND + b"and more"
+    slot, predicted = ask(core, "again", longer, 4.0)
+    assert (slot, predicted) == (SlotRef("a", 1), len(SECOND) // 4)
+    report = finish(core, "again", longer, predicted, 5.0)
+    assert sum(report.losses.values()) == 2
+    assert not {Loss.RESTARTED, Loss.ENGINE} & report.losses.keys()
+    assert [view.resident_tokens for view in core.slots()] == [0, len(longer) // 4]
+    assert core.slots()[1].session == kept[1].session
+
+
+def test_what_turns_out_not_to_be_there_was_lost_by_the_restart() -> None:
+    core, kept = restarted(1)
+    core.believe("a", Contents(0, kept[0].context, kept[0].session), 3.0)
+    ask(core, "again", FIRST, 4.0)
+    report = finish(core, "again", FIRST, 0, 5.0)
+    assert report.losses[Loss.RESTARTED] >= len(FIRST) // 4 - 1
+    assert Loss.ENGINE not in report.losses
+
+
+def test_an_interrupted_request_confirms_nothing() -> None:
+    core, kept = restarted(1)
+    core.believe("a", Contents(0, kept[0].context, kept[0].session), 3.0)
+    ask(core, "again", FIRST, 4.0)
+    core.finish("again", Outcome(Status.CANCELLED), 5.0)
+    assert core.slots()[0].resident_tokens == 0
+    assert ask(core, "once more", FIRST, 6.0)[1] > 0
