@@ -16,6 +16,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,8 @@ class Engine:
     command: tuple[str, ...]
     origin: str
     options: Mapping[str, frozenset[str]] = field(repr=False)
+    build: str = ""
+    """The version of the package that it comes from, where it comes from one."""
 
     @property
     def path(self) -> str:
@@ -151,7 +154,9 @@ def _stock(path: Path, origin: str) -> Engine:
 
 def _embedded(origin: str) -> Engine:
     command = (sys.executable, "-P", "-m", "warmslot.launcher.embedded")
-    return Engine(EngineKind.EMBEDDED, command, origin, _options(command, None))
+    return Engine(
+        EngineKind.EMBEDDED, command, origin, _options(command, None), metadata.version("xllamacpp")
+    )
 
 
 @functools.cache

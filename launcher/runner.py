@@ -12,6 +12,7 @@ import contextlib
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
@@ -255,6 +256,12 @@ class Runner:
     def _command(self) -> Command:
         backend = self.launch.backend
         model = find_model(backend.model or "")
+        if backend.slot_save_path is not None:
+            try:
+                Path(backend.slot_save_path).mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                reason = f"slot_save_path: {backend.slot_save_path} cannot be made: {error.strerror}"
+                raise CommandError(f"backend {backend.name!r}: {reason}") from error
         return build_command(self.launch.engine, backend, model, port=self.launch.port, env=self.launch.env)
 
     async def _life(self, found: Adopted | None) -> _End:

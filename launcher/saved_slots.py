@@ -25,6 +25,7 @@ from warmslot.router.core import Contents
 from warmslot.router.residency import Context
 from warmslot.router.trie import common_blocks
 
+from .kv_file import UnknownLayoutError, restream
 from .model import find_model
 
 if TYPE_CHECKING:
@@ -34,9 +35,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("warmslot.launcher")
 
-DATA, NOTE, TRIED = ".kv", ".kv.json", ".kv.tried"
+DATA, NOTE, NEW, TRIED, FITTED = ".kv", ".json", ".new", ".tried", ".fitted"
 _CHUNK = 1 << 20
 _VERSION = 1
+
+
+class DamagedError(Exception):
+    """A file that cannot be used; one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ class Saved:
     size: int
     checksum: int
     fingerprint: str
+    slots: int
+    """Of the engine that wrote it."""
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -72,14 +79,21 @@ class Folder:
         """A name for the engine's next file."""
         return f"{self._prefix}{secrets.token_hex(8)}{DATA}"
 
-    def note(self, name: str, contents: Contents, fingerprint: str) -> Saved:
+    def note(self, name: str, contents: Contents, fingerprint: str, slots: int) -> Saved:
         """The engine has written ``name``. Blocks while it is read. Raises OSError."""
         path = self.path / name
         size, checksum = _sum(path)
         saved = Saved(
-            path, contents, contents.tokens * contents.chance, time.time(), size, checksum, fingerprint
+            path=path,
+            contents=contents,
+            worth=contents.tokens * contents.chance,
+            saved=time.time(),
+            size=size,
+            checksum=checksum,
+            fingerprint=fingerprint,
+            slots=slots,
         )
-        fresh = path.with_suffix(".new")
+        fresh = path.with_suffix(NEW)
         fresh.write_bytes(orjson.dumps(_as_note(saved)))
         fresh.replace(_note_of(path))
         self._whole[name] = contents
@@ -126,24 +140,32 @@ class Folder:
     def drop(self, path: Path) -> None:
         """Remove a file and what lies beside it."""
         self._whole.pop(path.name, None)
-        for one in (path, _note_of(path), path.with_suffix(TRIED), path.with_suffix(".new")):
+        for one in (path, *(path.with_suffix(suffix) for suffix in (NOTE, TRIED, FITTED, NEW))):
             with contextlib.suppress(OSError):
                 one.unlink(missing_ok=True)
 
-    def begin_try(self, saved: Saved) -> bool:
-        """Mark a file as being tried. False where it is damaged. Blocks while it is read."""
+    def begin_try(self, saved: Saved, slots: int) -> Path:
+        """Mark a file as being tried; the file to restore on an engine with ``slots``. Blocks, reads it.
+
+        Raises :class:`DamagedError`, OSError.
+        """
+        if _sum(saved.path) != (saved.size, saved.checksum):
+            raise DamagedError("its checksum is wrong")
+        saved.path.with_suffix(TRIED).touch()
+        if saved.slots == slots:
+            return saved.path
+        fitted = saved.path.with_suffix(FITTED)
         try:
-            if _sum(saved.path) != (saved.size, saved.checksum):
-                return False
-            saved.path.with_suffix(TRIED).touch()
-        except OSError:
-            return False
-        return True
+            restream(saved.path, fitted, saved.slots, slots)
+        except UnknownLayoutError as error:
+            raise DamagedError(str(error)) from None
+        return fitted
 
     def end_try(self, saved: Saved) -> None:
         """The engine has survived it."""
-        with contextlib.suppress(OSError):
-            saved.path.with_suffix(TRIED).unlink(missing_ok=True)
+        for suffix in (FITTED, TRIED):
+            with contextlib.suppress(OSError):
+                saved.path.with_suffix(suffix).unlink(missing_ok=True)
 
     def _read(self, path: Path) -> Saved | None:
         try:
@@ -224,10 +246,13 @@ def _as_note(saved: Saved) -> dict[str, Any]:
         "worth": saved.worth,
         "chance": saved.contents.chance,
         "saved": saved.saved,
+        "slots": saved.slots,
         "slot": saved.contents.slot,
         "chain": base64.b64encode(context.chain.tobytes()).decode(),
         "length": context.length,
         "anchors": context.anchors,
+        "asked": context.asked,
+        "unread": context.unread_tokens,
     }
 
 
@@ -237,8 +262,10 @@ def _from_note(path: Path, note: dict[str, Any], whole: Contents | None) -> Save
     chain = array("Q")
     chain.frombytes(base64.b64decode(note["chain"]))
     anchors = tuple((int(at), int(tokens)) for at, tokens in note["anchors"])
-    context = Context(chain, int(note["length"]), None, anchors)
-    contents = whole or Contents(int(note["slot"]), context, None, float(note["chance"]))
+    context = Context(
+        chain, int(note["length"]), None, anchors, asked=int(note["asked"]), unread_tokens=int(note["unread"])
+    )
+    contents = whole or Contents(int(note["slot"]), context, chance=float(note["chance"]))
     return Saved(
         path=path,
         contents=contents,
@@ -247,6 +274,7 @@ def _from_note(path: Path, note: dict[str, Any], whole: Contents | None) -> Save
         size=int(note["size"]),
         checksum=int(note["checksum"]),
         fingerprint=str(note["fingerprint"]),
+        slots=int(note["slots"]),
     )
 
 

@@ -31,6 +31,7 @@ from .orphans import OwnedError, StateFolder
 from .process import State
 from .state import folder_of
 from .supervisor import Launch, Manners, Supervisor
+from .warmth import Warmth
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from .logs import LogLine
     from .supervisor import BackendStatus
 
+_DAY = 86400.0
 _TAIL = 12
 """Lines of an engine's log that are shown when it cannot be started."""
 
@@ -197,11 +199,18 @@ class _Session:
             raise StartError(str(error)) from error
         self._server = _Server(server_config(self._router.app, config))
         self._files = LogFiles(folder.path, size=config.state.log_size, files=config.state.log_files)
+        self._warmth = Warmth(
+            self._router.dispatcher,
+            lambda name: self._supervisor.launch(name),  # noqa: PLW0108 - it is made after this
+        )
         self._supervisor = Supervisor(
             launches,
-            self._router.dispatcher,
+            self._warmth,
             _Watchers(display, self._files),
-            manners=Manners(drain_timeout=config.limits.drain_timeout, outlive=config.state.outlive),
+            # Every request ends within its own time limit, so that a restart cuts none off.
+            manners=Manners(
+                drain_timeout=config.limits.request_timeout or _DAY, outlive=config.state.outlive
+            ),
             folder=folder,
         )
         self._operations = Operations(
@@ -288,6 +297,7 @@ class _Session:
             try:
                 async with asyncio.timeout(limit):
                     await dispatcher.drain()
+                    await asyncio.gather(*(self._warmth.save(name) for name in self._ready()))
             except TimeoutError:
                 self._display.say(f"{len(dispatcher.held())} request(s) did not end in {limit:g} s")
                 self._server.force_exit = True
@@ -306,6 +316,9 @@ class _Session:
         await self._supervisor.kill()
         serving.cancel()
         await asyncio.wait({serving})
+
+    def _ready(self) -> list[str]:
+        return [status.name for status in self._supervisor.status() if status.state is State.READY]
 
     def _announce(self) -> None:
         self._display.close()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from .model import ModelError
-from .saved_slots import Folder, assign, fingerprint
+from .saved_slots import DamagedError, Folder, assign, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +81,7 @@ class Warmth:
                 httpx.AsyncClient(base_url=url, timeout=SAVE_TIMEOUT, trust_env=False) as client,
             ):
                 for one in sorted(held, key=lambda one: one.tokens * one.chance, reverse=True):
-                    saved += await self._save_one(client, folder, one, mark)
+                    saved += await self._save_one(client, folder, one, mark, backend.slots)
             await asyncio.to_thread(folder.trim)
         except TimeoutError:
             log.warning("%s: saving slots took longer than %g s; the rest is lost", name, SAVE_TIMEOUT)
@@ -91,8 +91,9 @@ class Warmth:
             log.info("%s: saved %d slot(s)", name, saved)
         return saved
 
+    @staticmethod
     async def _save_one(
-        self, client: httpx.AsyncClient, folder: Folder, contents: Contents, mark: str
+        client: httpx.AsyncClient, folder: Folder, contents: Contents, mark: str, slots: int
     ) -> bool:
         file = folder.new_name()
         done = False
@@ -100,7 +101,7 @@ class Warmth:
             answer = await client.post(f"/slots/{contents.slot}?action=save", json={"filename": file})
             said = answer.json()
             if answer.is_success and said.get("n_saved") == contents.tokens:
-                await asyncio.to_thread(folder.note, file, contents, mark)
+                await asyncio.to_thread(folder.note, file, contents, mark, slots)
                 done = True
             else:
                 reason = (
@@ -129,7 +130,7 @@ class Warmth:
                 httpx.AsyncClient(base_url=url, timeout=RESTORE_TIMEOUT, trust_env=False) as client,
             ):
                 for slot, saved in assign(fit[:slots], slots).items():
-                    if await self._restore_one(client, folder, slot, saved):
+                    if await self._restore_one(client, folder, saved, slot, slots):
                         restored.append(replace(saved.contents, slot=slot))
         except TimeoutError:
             log.warning(
@@ -144,12 +145,17 @@ class Warmth:
             log.info("%s: restored %d slot(s) with %d tokens, to be verified", name, len(restored), tokens)
         return restored
 
-    async def _restore_one(self, client: httpx.AsyncClient, folder: Folder, slot: int, saved: Saved) -> bool:
-        if not await asyncio.to_thread(folder.begin_try, saved):
-            log.warning("%s is damaged and removed", saved.path)
+    @staticmethod
+    async def _restore_one(
+        client: httpx.AsyncClient, folder: Folder, saved: Saved, slot: int, slots: int
+    ) -> bool:
+        try:
+            file = await asyncio.to_thread(folder.begin_try, saved, slots)
+        except DamagedError as error:
+            log.warning("%s is damaged and removed: %s", saved.path, error)
             folder.drop(saved.path)
             return False
-        answer = await client.post(f"/slots/{slot}?action=restore", json={"filename": saved.path.name})
+        answer = await client.post(f"/slots/{slot}?action=restore", json={"filename": file.name})
         folder.end_try(saved)
         try:
             said = answer.json()

@@ -135,7 +135,10 @@ class Backend(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """More environment variables of the engine."""
     slot_save_path: str | None = Field(default=None, min_length=1)
-    """Folder for saved slots (`--slot-save-path`); without it slots cannot be saved."""
+    """Folder for saved slots (`--slot-save-path`). With it, what slots hold is saved at every stop and change
+    and put back at the next start; it holds prompts as the engine keeps them. Without, slots start cold."""
+    slot_save_size: Bytes = 8 * 2**30
+    """Size of all saved slots of this backend; the least valuable go first."""
     start_timeout: Seconds = 600.0
     """How long the engine may take until it is healthy, model loading included."""
 
