@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from . import losses
 from .pool_state import Active, Backend, Contents, Pool
-from .scheduler import CoreSettings, Waiting, waste
+from .scheduler import CoreSettings, Waiting
 from .values import Decision, Lease, Loss, Report, SlotRef, SlotView, Status
 
 if TYPE_CHECKING:
@@ -357,7 +357,6 @@ def _served(pool: Pool, active: Active, slot: SlotState, outcome: Outcome) -> No
         slot.session = active.waiting.session
     prompt_tokens = (outcome.cached_tokens or 0) + (outcome.processed_tokens or 0)
     pool.residency.commit(slot.ref, request.prompt, outcome.generated, prompt_tokens, outcome.output_tokens)
-    pool.history.covered(request.prompt)
 
 
 def _put_back(pool: Pool, active: Active) -> None:
@@ -389,7 +388,7 @@ def _fifo(waiting: Waiting) -> float:
 
 
 def _rank(waiting: Waiting) -> float:
-    return waste(waiting.prefill_seconds, waiting.full_seconds)
+    return waiting.waste
 
 
 def _view(pool: Pool, slot: SlotState) -> SlotView:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .trie import PrefixTrie
-from .values import BLOCK
 
 if TYPE_CHECKING:
     from .residency import Context
@@ -69,23 +68,25 @@ class History:
         self._bytes -= ghost.context.length
         self._text -= ghost.context.length if ghost.context.data is not None else 0
 
-    def covered(self, prompt: Prompt) -> None:
-        """A prompt is resident now: what it covers wholly is lost no more."""
-        for ghost, shared in self.matches(prompt):
-            if shared >= ghost.context.length - BLOCK:
-                self.remove(ghost)
-
     def restored(self, context: Context) -> None:
         """A context that was taken to be lost is still there."""
         for ghost in [g for g in self._ghosts.values() if g.context.chain is context.chain]:
             self.remove(ghost)
 
-    def matches(self, prompt: Prompt) -> list[tuple[Ghost, int]]:
-        """Every lost context that shares something with the prompt, with the shared bytes."""
-        found = []
-        blocks = self._trie.match(prompt.chain)
-        for key, ghost in self._ghosts.items():
-            shared = ghost.context.refine(prompt, blocks.get(key, 0))
-            if shared:
-                found.append((ghost, shared))
-        return found
+    def recall(self, prompt: Prompt) -> tuple[int, Loss | None]:
+        """The most tokens of a prompt that were held and lost, and why; it is about to be resident again.
+
+        Contexts that the prompt covers wholly are forgotten by that.
+        """
+        tokens, reason = 0, None
+        matches = self._trie.match(prompt.chain)
+        most = max(matches.values(), default=0)
+        for key, blocks in matches.items():
+            ghost = self._ghosts[key]
+            if blocks == most:
+                here = ghost.context.tokens_at(ghost.context.refine(prompt, blocks))
+                if here > tokens:
+                    tokens, reason = here, ghost.reason
+            if blocks >= len(ghost.context.chain):
+                self.remove(ghost)
+        return tokens, reason

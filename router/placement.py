@@ -14,7 +14,7 @@ The caller gives the facts of every slot in question; nothing here knows how the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .values import Candidate, Decision, SlotRef
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from .rates import Rates
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """A waiting request whose best match is a certain slot. Counts are tokens."""
 
     request: str
@@ -35,28 +34,44 @@ class Demand:
     """What it would reuse on the next best slot."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SlotFacts:
-    """What placement may know of one slot and one prompt. Counts are tokens, times are seconds."""
+    """What placement may know of one slot, whoever asks. Counts are tokens, times are seconds."""
 
     ref: SlotRef
-    idle: bool
-    """Known idle, and its backend may take one more request now."""
-    match_tokens: int
-    """Of the prompt, how many tokens the slot would reuse."""
+    session: str
+    """The conversation whose content it holds."""
     asked_tokens: int
     """How far the content is a prompt that somebody sent, as opposed to the answer that followed it."""
     shared_tokens: int
     """Of the content, how many tokens from the start are also resident in another slot."""
     return_chance: float
-    """How likely the part that would be overwritten is to be asked for again."""
-    recurring: float
-    """How many times over that would happen (1 = once)."""
+    """How likely its conversation is to be asked for again."""
     last_used: float
     rates: Rates
     demands: Sequence[Demand] = ()
-    wait_seconds: float = 0.0
-    """Expected time until the slot is idle, if it is not."""
+    busy_seconds: float = 0.0
+    """Expected time until the slot is idle."""
+
+
+class Offer(NamedTuple):
+    """A slot that a request could take (``idle``) or wait for, and the tokens that it would reuse there."""
+
+    slot: SlotFacts
+    match_tokens: int
+    idle: bool
+
+
+class Ask(NamedTuple):
+    """What placement may know of the request. Counts are tokens."""
+
+    request: str
+    session: str
+    prompt_tokens: int
+    rollback_chance: float
+    """How often what a conversation went back from is asked for again."""
+    turns: float
+    """How many more turns a conversation that goes on has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,50 +92,56 @@ class Choice:
     """What the conversation that was in the chosen slot would have to compute again, should it come back."""
 
 
-def tail_seconds(facts: SlotFacts) -> float:
+def tail_seconds(slot: SlotFacts, match_tokens: int) -> float:
     """Seconds to compute again what only this slot holds and the prompt would overwrite."""
-    kept = max(facts.match_tokens, facts.shared_tokens)
-    return facts.rates.prefill_seconds(kept, facts.asked_tokens) if facts.asked_tokens > kept else 0.0
+    kept = max(match_tokens, slot.shared_tokens)
+    return slot.rates.prefill_seconds(kept, slot.asked_tokens) if slot.asked_tokens > kept else 0.0
 
 
-def price(facts: SlotFacts, prompt_tokens: int, request: str) -> Candidate:
-    """What serving a prompt of ``prompt_tokens`` on one slot costs, in seconds."""
+def loss_seconds(slot: SlotFacts, match_tokens: int, ask: Ask) -> float:
+    """What overwriting the slot beyond the match destroys, in expected seconds."""
     demanded = 0.0
-    for demand in facts.demands:
-        left = max(demand.elsewhere_tokens, facts.match_tokens)
-        if demand.request != request and demand.match_tokens > left:
-            demanded = max(demanded, facts.rates.prefill_seconds(left, demand.match_tokens))
-    tail = tail_seconds(facts) * facts.return_chance * facts.recurring if facts.return_chance else 0.0
+    for demand in slot.demands:
+        left = max(demand.elsewhere_tokens, match_tokens)
+        if demand.match_tokens > left and demand.request != ask.request:
+            demanded = max(demanded, slot.rates.prefill_seconds(left, demand.match_tokens))
+    own = slot.session == ask.session
+    weight = ask.rollback_chance if own else slot.return_chance * ask.turns
+    tail = tail_seconds(slot, match_tokens) * weight if weight else 0.0
+    return max(demanded, tail)
+
+
+def price(offer: Offer, ask: Ask) -> Candidate:
+    """What serving a request on one slot costs, in seconds."""
+    slot, match, idle = offer
     return Candidate(
-        slot=facts.ref,
-        idle=facts.idle,
-        match_tokens=facts.match_tokens,
-        prefill_seconds=facts.rates.prefill_seconds(facts.match_tokens, prompt_tokens),
-        loss_seconds=max(demanded, tail),
-        wait_seconds=0.0 if facts.idle else facts.wait_seconds,
+        slot=slot.ref,
+        idle=idle,
+        match_tokens=match,
+        prefill_seconds=slot.rates.prefill_seconds(match, ask.prompt_tokens),
+        loss_seconds=loss_seconds(slot, match, ask),
+        wait_seconds=0.0 if idle else slot.busy_seconds,
     )
 
 
-def choose(slots: Sequence[SlotFacts], prompt_tokens: int, request: str, *, patient: bool) -> Choice | None:
+def choose(offers: Sequence[Offer], ask: Ask, *, patient: bool) -> Choice | None:
     """The cheapest slot for a prompt, or ``None`` when no slot is idle.
 
     ``patient``: a busy slot may be worth waiting for. Ties go to the slot that was left longest ago.
     """
-    if not slots:
-        return None
-    priced = [(price(facts, prompt_tokens, request), facts) for facts in slots]
+    priced = [(price(offer, ask), offer) for offer in offers if offer.idle or patient]
     open_to = [pair for pair in priced if pair[1].idle]
     if not open_to:
         return None
-    best, facts = min(open_to, key=lambda pair: (pair[0].cost, pair[1].last_used))
+    best, taken = min(open_to, key=lambda pair: (pair[0].cost, pair[1].slot.last_used))
     hold = False
     if patient:
         busy = [pair for pair in priced if not pair[1].idle and pair[0].match_tokens > best.match_tokens]
         if busy:
-            later, later_facts = min(busy, key=lambda pair: pair[0].cost)
+            later, later_taken = min(busy, key=lambda pair: pair[0].cost)
             if later.cost < best.cost:
-                best, facts, hold = later, later_facts, True
-    most = max(candidate.match_tokens for candidate, _ in priced)
+                best, taken, hold = later, later_taken, True
+    most = max(offer.match_tokens for offer in offers)
     if hold:
         decision = Decision.WAIT
     elif best.match_tokens < most:
@@ -135,5 +156,5 @@ def choose(slots: Sequence[SlotFacts], prompt_tokens: int, request: str, *, pati
         cost=best.cost,
         candidates=tuple(candidate for candidate, _ in priced),
         hold=hold,
-        tail_seconds=tail_seconds(facts),
+        tail_seconds=tail_seconds(taken.slot, best.match_tokens),
     )

@@ -6,27 +6,34 @@ scheduling decide on. Matches of queued requests are kept and only looked up aga
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from . import placement, scheduler
 from .history import History
-from .placement import Choice, Demand, SlotFacts
+from .placement import Ask, Choice, Demand, Offer, SlotFacts
 from .rates import Rates
 from .residency import Residency
 from .scheduler import CoreSettings, Pick, Waiting, in_flight_limit
 from .sessions import Sessions
-from .values import Loss, SlotRef
+from .values import BLOCK, Loss, SlotRef
 
 if TYPE_CHECKING:
-    from .residency import Context, SlotState
+    from collections.abc import Iterable, Sequence
+
+    from .residency import Context
     from .values import Lease, Request
 
 _ROLLBACK_MEMORY = 0.7
 _CUT_BYTES = 64
 """Less than this at the end of a slot is not counted as cutting it back."""
-_PRICED_SLOTS = 12
-"""Slots that are priced for one request in a large pool: those with the longest matches, and the cheapest."""
+_ALL_PRICED = 12
+_LONGEST_PRICED, _CHEAPEST_PRICED = 4, 4
+"""Up to how many slots all are priced for a request; in a larger pool: how many with the longest matches, and
+how many with least to lose."""
+_MOST_DEMANDS = 4
+"""Demands on one slot that are told apart; the largest decide."""
 _SHORTEST_LINGER = 0.001
 _OUTPUT_PRIOR = 128.0
 _OUTPUT_MEMORY = 0.98
@@ -121,8 +128,12 @@ class Pool:
             session=session.id,
             reach=reach,
             epoch=self.residency.epoch,
-            matches=self.residency.matches(request.prompt) if request.keeps_prefix else {},
         )
+        if request.keeps_prefix:
+            waiting.matches = self.residency.matches(request.prompt)
+        waiting.prompt_tokens = self.residency.prompt_tokens(request.prompt, waiting.matches)
+        for ref, shared in waiting.matches.items():
+            waiting.tokens[ref] = self._reusable(waiting, ref, shared)
         self._arrivals += 1
         self._join(request.client)
         self.waiting[request.id] = waiting
@@ -153,39 +164,68 @@ class Pool:
     # What is known of the waiting
 
     def refresh(self) -> None:
-        """Bring every queued request's matches and estimates up to date."""
-        residency = self.residency
+        """Bring what decides about every queued request up to date.
+
+        A slot that changed matters to a request only if it was one of its two best, or is now. The others are
+        looked at when the request is priced.
+        """
+        epoch = self.residency.epoch
+        changed: dict[int, list[tuple[SlotRef, Sequence[int]]]] = {}
         for waiting in self.waiting.values():
-            if waiting.epoch == residency.epoch:
+            if waiting.epoch == epoch:
                 continue
-            if waiting.request.keeps_prefix:
-                for ref in residency.changed_since(waiting.epoch):
-                    shared = residency.match(waiting.request.prompt, ref) if ref in residency.slots else 0
-                    if shared:
-                        waiting.matches[ref] = shared
-                    else:
-                        waiting.matches.pop(ref, None)
-            waiting.epoch = residency.epoch
+            if waiting.epoch not in changed:
+                refs = self.residency.changed_since(waiting.epoch)
+                changed[waiting.epoch] = [(ref, self._held_chain(ref)) for ref in refs]
+            matter = [ref for ref, chain in changed[waiting.epoch] if _matters(waiting, ref, chain)]
+            waiting.epoch = epoch
+            if matter:
+                second = waiting.second_bytes
+                self.resolve(waiting, matter)
+                if waiting.second_bytes < second - BLOCK:  # what was no match for the two best may be one now
+                    self.resolve(waiting, list(waiting.stale))
+
+    def _held_chain(self, ref: SlotRef) -> Sequence[int]:
+        slot = self.residency.slots.get(ref)
+        return slot.held.chain if slot is not None and slot.held is not None and slot.known else ()
+
+    def resolve(self, waiting: Waiting, refs: Iterable[SlotRef]) -> None:
+        """Look at some of the slots that changed since, and estimate anew if that makes a difference."""
+        residency, request = self.residency, waiting.request
+        touched = False
+        for ref in refs:
+            waiting.stale.discard(ref)
+            known = ref in residency.slots and request.keeps_prefix
+            shared = residency.match(request.prompt, ref) if known else 0
+            before = waiting.tokens.get(ref, 0)
+            if shared:
+                waiting.matches[ref] = shared
+                waiting.tokens[ref] = self._reusable(waiting, ref, shared)
+            elif before:
+                del waiting.matches[ref], waiting.tokens[ref]
+            now = waiting.tokens.get(ref, 0)
+            touched = (
+                touched or now > waiting.second_tokens or ref in {waiting.best_slot, waiting.second_slot}
+            )
+        if touched:
             self._estimate(waiting)
 
     def _estimate(self, waiting: Waiting) -> None:
-        request = waiting.request
+        request, tokens = waiting.request, waiting.tokens
         waiting.prompt_tokens = self.residency.prompt_tokens(request.prompt, waiting.matches)
-        waiting.tokens = {
-            ref: self._reusable(waiting, ref, shared) for ref, shared in waiting.matches.items()
-        }
-        waiting.best_slot, waiting.best_tokens, waiting.second_tokens = None, 0, 0
-        for ref, tokens in waiting.tokens.items():
-            if tokens > waiting.best_tokens:
-                waiting.second_tokens = waiting.best_tokens
-                waiting.best_slot, waiting.best_tokens = ref, tokens
-            elif tokens > waiting.second_tokens:
-                waiting.second_tokens = tokens
-        name = waiting.best_slot.backend if waiting.best_slot is not None else next(iter(self.backends), None)
+        best = max(tokens, key=tokens.__getitem__, default=None)
+        second = max((ref for ref in tokens if ref != best), key=tokens.__getitem__, default=None)
+        waiting.best_slot, waiting.second_slot = best, second
+        waiting.best_tokens = tokens[best] if best is not None else 0
+        waiting.second_tokens = tokens[second] if second is not None else 0
+        waiting.second_bytes = waiting.matches[second] if second is not None else 0
+        waiting.demand = Demand(request.id, waiting.best_tokens, waiting.second_tokens)
+        name = best.backend if best is not None else next(iter(self.backends), None)
         if name is not None:
             rates = self.backends[name].rates
             waiting.prefill_seconds = rates.prefill_seconds(waiting.best_tokens, waiting.prompt_tokens)
             waiting.full_seconds = rates.prefill_seconds(0, waiting.prompt_tokens)
+            waiting.waste = scheduler.waste(waiting.prefill_seconds, waiting.full_seconds)
             most = request.max_output_tokens
             output = self._output_tokens if most is None else min(most, self._output_tokens)
             waiting.decode_seconds = rates.decode_seconds(output)
@@ -219,9 +259,11 @@ class Pool:
         """What to start now; the estimates must be fresh."""
         demands: dict[SlotRef, list[Demand]] = {}
         for waiting in self.waiting.values():
-            if waiting.best_slot is not None:
-                demand = Demand(waiting.request.id, waiting.best_tokens, waiting.second_tokens)
-                demands.setdefault(waiting.best_slot, []).append(demand)
+            if waiting.best_slot is not None and waiting.demand is not None:
+                demands.setdefault(waiting.best_slot, []).append(waiting.demand)
+        for some in demands.values():
+            if len(some) > _MOST_DEMANDS:
+                some[:] = heapq.nlargest(_MOST_DEMANDS, some, key=_size)
         view = _View(self, demands, now)
         return scheduler.pick(
             list(self.waiting.values()),
@@ -229,6 +271,7 @@ class Pool:
             now,
             capacity=max(1, sum(self.limit(backend) for backend in self.backends.values())),
             served=self._served,
+            idle=view.at_home,
             price=view.price,
             linger=view.linger,
         )
@@ -294,31 +337,67 @@ class Pool:
 
     def gone(self, waiting: Waiting) -> tuple[int, Loss]:
         """The most tokens of a prompt that any slot held before, and why it does not any more."""
-        request = waiting.request
-        best, reason = 0, Loss.EVICTED
-        if request.keeps_prefix:
-            for ghost, shared in self.history.matches(request.prompt):
-                tokens = ghost.context.tokens_at(shared)
-                if tokens > best:
-                    best, reason = tokens, ghost.reason
-        return best, reason
+        if not waiting.request.keeps_prefix:
+            return 0, Loss.EVICTED
+        tokens, reason = self.history.recall(waiting.request.prompt)
+        return tokens, reason or Loss.EVICTED
+
+
+def _matters(waiting: Waiting, ref: SlotRef, theirs: Sequence[int]) -> bool:
+    """Whether a slot that changed to hold the chain ``theirs`` is one of the two best of a request, or was.
+
+    If not, but it matches otherwise than before, it is noted as stale.
+    """
+    ours = waiting.request.prompt.chain
+    shared = min(len(ours), len(theirs))
+    blocks = waiting.matches.get(ref, 0) // BLOCK
+    if 0 < blocks < shared and theirs[blocks] != ours[blocks] and theirs[blocks - 1] == ours[blocks - 1]:
+        return False  # it still shares as much: often a preamble
+    waiting.stale.add(ref)
+    if waiting.second_slot is None or ref in {waiting.best_slot, waiting.second_slot}:
+        return True
+    beyond = waiting.second_bytes // BLOCK
+    if beyond < shared:
+        return ours[beyond] == theirs[beyond]
+    return beyond == len(ours) and bool(theirs)  # the end is shorter than a block
+
+
+def _size(demand: Demand) -> int:
+    return demand.match_tokens - demand.elsewhere_tokens
 
 
 class _View:
-    """The pool as one pick sees it."""
+    """The pool as one pick sees it: what does not depend on the request is worked out once."""
 
     def __init__(self, pool: Pool, demands: dict[SlotRef, list[Demand]], now: float) -> None:
         self._pool, self._demands, self._now = pool, demands, now
-        self._room = {name: pool.has_room(backend) for name, backend in pool.backends.items()}
         self._turns = pool.sessions.turns_ahead()
-        self._chances: dict[str, float] = {}
+        self._room = {name: pool.has_room(backend) for name, backend in pool.backends.items()}
+        self._slots: dict[SlotRef, SlotFacts] = {}
         self._cheapest: list[SlotRef] | None = None
+
+    def at_home(self, waiting: Waiting) -> bool:
+        """Whether a request need not wait for a busy slot: its best is idle, or holds little of it."""
+        best = waiting.best_slot
+        return best is None or 2 * waiting.best_tokens < waiting.prompt_tokens or self._idle(best)
 
     def price(self, waiting: Waiting, patient: bool) -> Choice | None:  # as the scheduler asks
         """The placement of a request now; ``patient``: another may be waited for, and running ones spared."""
+        pool = self._pool
         refs = self._refs(waiting)
-        facts = [self._facts(waiting, ref, patient=patient) for ref in refs]
-        return placement.choose(facts, waiting.prompt_tokens, waiting.request.id, patient=patient)
+        stale = waiting.stale.intersection(refs)
+        if stale:
+            pool.resolve(waiting, stale)
+        ask = self._ask(waiting)
+        tokens = waiting.tokens
+        offers = []
+        for ref in refs:
+            match = tokens.get(ref, 0)
+            idle = self._idle(ref) and self._fits(waiting.request, ref.backend)
+            if idle and patient:
+                idle = self._worth_it(waiting, ref.backend, match)
+            offers.append(Offer(self._facts(ref), match, idle))
+        return placement.choose(offers, ask, patient=patient)
 
     def linger(self, waiting: Waiting, choice: Choice) -> float:
         """Seconds for which the chosen slot should still be kept for its own conversation."""
@@ -332,68 +411,59 @@ class _View:
             seconds = pool.sessions.linger_seconds(slot.session, choice.tail_seconds, self._now)
         return seconds if seconds >= _SHORTEST_LINGER else 0.0
 
+    def _ask(self, waiting: Waiting) -> Ask:
+        return Ask(
+            request=waiting.request.id,
+            session=waiting.session,
+            prompt_tokens=waiting.prompt_tokens,
+            rollback_chance=self._pool.sessions.tail_chance,
+            turns=self._turns,
+        )
+
     def _refs(self, waiting: Waiting) -> list[SlotRef]:
+        """The slots to price: all of a small pool, else the longest matches and those with least to lose."""
         slots = self._pool.residency.slots
-        if len(slots) <= _PRICED_SLOTS:
+        if len(slots) <= _ALL_PRICED:
             return list(slots)
         tokens = waiting.tokens
-        refs = sorted(tokens, key=lambda ref: -tokens[ref])[: _PRICED_SLOTS // 2]
-        refs += [ref for ref in self._by_loss() if ref not in refs][: _PRICED_SLOTS - len(refs)]
-        return refs
+        refs = heapq.nlargest(_LONGEST_PRICED, tokens, key=tokens.__getitem__)
+        return refs + [ref for ref in self._by_loss() if ref not in refs]
 
     def _by_loss(self) -> list[SlotRef]:
-        """Idle slots in the order of what overwriting all of them would destroy."""
+        """The idle slots where overwriting all of it would destroy least."""
         if self._cheapest is None:
-            losses: list[tuple[float, float, SlotRef]] = []
-            for ref, slot in self._pool.residency.slots.items():
-                if slot.request is None and self._room[ref.backend]:
-                    tail = placement.tail_seconds(self._slot_facts(slot, 0, idle=True, own=False))
-                    lost = tail * self._chance(slot.session) * self._turns
-                    for demand in self._demands.get(ref, ()):
-                        rates = self._pool.backends[ref.backend].rates
-                        lost = max(lost, rates.prefill_seconds(demand.elsewhere_tokens, demand.match_tokens))
-                    losses.append((lost, slot.last_used, ref))
-            self._cheapest = [ref for _, _, ref in sorted(losses)]
+            nobody = Ask("", "", 0, 0.0, self._turns)
+            losses = [
+                (placement.loss_seconds(self._facts(ref), 0, nobody), slot.last_used, ref)
+                for ref, slot in self._pool.residency.slots.items()
+                if self._idle(ref)
+            ]
+            self._cheapest = [ref for _, _, ref in heapq.nsmallest(_CHEAPEST_PRICED, losses)]
         return self._cheapest
 
-    def _chance(self, session: str) -> float:
-        chance = self._chances.get(session)
-        if chance is None:
-            # Who waits or runs is counted as demand, which says exactly what would be lost.
-            sessions = self._pool.sessions
-            chance = sessions.chance(session)
-            self._chances[session] = chance
-        return chance
+    def _idle(self, ref: SlotRef) -> bool:
+        return self._room[ref.backend] and self._pool.residency.slots[ref].request is None
 
-    def _facts(self, waiting: Waiting, ref: SlotRef, *, patient: bool) -> SlotFacts:
-        slot = self._pool.residency.slots[ref]
-        match = waiting.tokens.get(ref, 0)
-        idle = slot.request is None and self._room[ref.backend] and self._fits(waiting.request, ref.backend)
-        if idle and patient:
-            idle = self._worth_it(waiting, ref.backend, match)
-        return self._slot_facts(slot, match, idle=idle, own=slot.session == waiting.session)
+    def _facts(self, ref: SlotRef) -> SlotFacts:
+        facts = self._slots.get(ref)
+        if facts is None:
+            facts = self._slots[ref] = self._look(ref)
+        return facts
 
-    def _slot_facts(self, slot: SlotState, match: int, *, idle: bool, own: bool) -> SlotFacts:
-        pool, ref = self._pool, slot.ref
-        backend = pool.backends[ref.backend]
-        held = slot.held if slot.known else None
-        asked = held.asked_tokens if held is not None else 0
-        if slot.request is not None:
-            chance = 0.0
-        else:
-            chance = pool.sessions.tail_chance if own else self._chance(slot.session)
+    def _look(self, ref: SlotRef) -> SlotFacts:
+        pool = self._pool
+        slot, backend = pool.residency.slots[ref], pool.backends[ref.backend]
+        asked = slot.held.asked_tokens if slot.held is not None and slot.known else 0
         return SlotFacts(
             ref=ref,
-            idle=idle,
-            match_tokens=match,
+            session=slot.session,
             asked_tokens=asked,
             shared_tokens=pool.residency.shared_tokens(ref)[0],
-            return_chance=chance if asked else 0.0,
-            recurring=1.0 if own else self._turns,
+            return_chance=pool.sessions.chance(slot.session) if asked and slot.request is None else 0.0,
             last_used=slot.last_used,
             rates=backend.rates,
             demands=self._demands.get(ref, ()),
-            wait_seconds=0.0 if slot.request is None else self._wait(backend, slot.request),
+            busy_seconds=0.0 if slot.request is None else self._wait(backend, slot.request),
         )
 
     def _fits(self, request: Request, name: str) -> bool:

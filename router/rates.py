@@ -47,8 +47,8 @@ class Rates:
 
     _blocks: dict[int, _Mean] = field(default_factory=dict)
     _decode: dict[int, _Mean] = field(default_factory=dict)
-    _sums: list[float] = field(default_factory=lambda: [0.0])
-    """Seconds to compute everything before each block, as far as it was asked for since the last lesson."""
+    _curve: list[tuple[float, float]] = field(default_factory=list)
+    """Of each block, as far as asked for since the last lesson: seconds for all before it, and its rate."""
 
     def prefill_rate(self, block: int) -> float:
         """Marginal seconds per prompt token in a position block."""
@@ -66,10 +66,12 @@ class Rates:
 
     def _seconds_to(self, position: int) -> float:
         block, rest = divmod(max(0, position), BLOCK_TOKENS)
-        sums = self._sums
-        while len(sums) <= block:
-            sums.append(sums[-1] + BLOCK_TOKENS * self.prefill_rate(len(sums) - 1))
-        return sums[block] + rest * self.prefill_rate(block)
+        curve = self._curve
+        while len(curve) <= block:
+            before = curve[-1][0] + BLOCK_TOKENS * curve[-1][1] if curve else 0.0
+            curve.append((before, self.prefill_rate(len(curve))))
+        seconds, rate = curve[block]
+        return seconds + rest * rate
 
     def speedup(self, busy: int) -> float:
         """Tokens per second with ``busy`` requests decoding, against one fewer.
@@ -103,7 +105,7 @@ class Rates:
             share = tokens * self.prefill_rate(block) * ratio
             self._blocks.setdefault(block, _Mean()).add(share, tokens, _MEMORY)
             start = stop
-        self._sums = [0.0]
+        self._curve.clear()
 
     def saw_decode(self, tokens: int, seconds: float, busy: int = 1) -> None:
         """A request generated ``tokens`` in ``seconds`` while ``busy`` requests decoded."""

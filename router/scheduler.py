@@ -25,14 +25,15 @@ from .values import Priority
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from .placement import Choice
+    from .placement import Choice, Demand
     from .values import Request, SlotRef
 
 InFlight = Literal["serialize", "pair", "slots", "auto"]
 Queue = Literal["reuse", "fifo"]
 Price: TypeAlias = "Callable[[Waiting, bool], Choice | None]"
+_Priced: TypeAlias = "tuple[Waiting, Choice]"
 
-_SHORTLIST = 8
+_SHORTLIST, _MOST_PRICED = 8, 24
 """Requests that are priced in full for a pick; the others rank behind them by a bound of their price."""
 
 _TINY = 1e-6
@@ -79,6 +80,10 @@ class Waiting:
     best_tokens: int = 0
     best_slot: SlotRef | None = None
     second_tokens: int = 0
+    second_slot: SlotRef | None = None
+    second_bytes: int = 0
+    stale: set[SlotRef] = field(default_factory=set)
+    """Slots that changed since ``matches`` were found; none of them is among the two best."""
     prefill_seconds: float = 0.0
     """On the slot that holds most of it."""
     full_seconds: float = 0.0
@@ -86,6 +91,10 @@ class Waiting:
     decode_seconds: float = 0.0
     spread_seconds: float = 0.0
     """How much longer than ``decode_seconds`` it may well take."""
+    waste: float = 0.0
+    """Rank by what is known without pricing: what it costs on its best slot, if that destroys nothing."""
+    demand: Demand | None = None
+    """What it would lose if its best slot were overwritten."""
     choice: Choice | None = None
 
     @property
@@ -185,20 +194,22 @@ def pick(
     *,
     capacity: int,
     served: dict[str, float],
+    idle: Callable[[Waiting], bool],
     price: Price,
     linger: Callable[[Waiting, Choice], float],
 ) -> Pick:
     """The request that starts next among those that can.
 
     ``capacity``: requests that may run at once in the pool. ``served``: seconds of service that each client
-    has had. ``price(item, patient)``: the placement of a request now, ``None`` if no slot is idle for it.
+    has had. ``idle(item)``: whether its best slot is. ``price(item, patient)``: the placement of a request
+    now, ``None`` if no slot is idle for it.
     ``linger(item, choice)``: seconds for which the chosen slot should still be kept for its conversation.
     """
     if settings.queue == "fifo":
         return _in_order(waiting, price)
     deadlines = _Deadlines(waiting, settings, now, capacity)
     wakes: list[float] = []
-    for item, choice in _by_price(_eligible(waiting, served), price):
+    for item, choice in _by_price(_eligible(waiting, served), idle, price):
         if not deadlines.allow(item, choice.prefill_seconds):
             forced = deadlines.force(price, overdue=False)
             return Pick(start=forced) if forced is not None else Pick(start=item)
@@ -221,25 +232,26 @@ def _in_order(waiting: Sequence[Waiting], price: Price) -> Pick:
     return Pick()
 
 
-def _by_price(waiting: Sequence[Waiting], price: Price) -> list[tuple[Waiting, Choice]]:
+def _by_price(waiting: Sequence[Waiting], idle: Callable[[Waiting], bool], price: Price) -> list[_Priced]:
     """Those that can start now, cheapest first.
 
-    Only the first few by a lower bound of their price are priced in full; more if none of those can start.
+    Only the first few by a lower bound of their price are priced in full; more if none of those can start, up
+    to a limit. Those whose best slot is busy, and who may do best to wait, come last.
     """
-    ranked = sorted(waiting, key=lambda w: _rank(w, w.prefill_seconds))
-    for at in range(0, len(ranked), _SHORTLIST):
-        able: list[tuple[Waiting, Choice]] = []
+    ranked = sorted(waiting, key=lambda w: (not idle(w), *_rank(w, w.waste)))
+    for at in range(0, min(len(ranked), _MOST_PRICED), _SHORTLIST):
+        able: list[_Priced] = []
         for item in ranked[at : at + _SHORTLIST]:
             item.choice = price(item, True)
             if item.choice is not None and not item.choice.hold:
                 able.append((item, item.choice))
         if able:
-            return sorted(able, key=lambda pair: _rank(pair[0], pair[1].cost))
+            return sorted(able, key=lambda pair: _rank(pair[0], waste(pair[1].cost, pair[0].full_seconds)))
     return []
 
 
-def _rank(item: Waiting, cost: float) -> tuple[bool, float, int]:
-    return item.request.priority is not Priority.INTERACTIVE, waste(cost, item.full_seconds), -item.order
+def _rank(item: Waiting, wasted: float) -> tuple[bool, float, int]:
+    return item.request.priority is not Priority.INTERACTIVE, wasted, -item.order
 
 
 def _eligible(waiting: Sequence[Waiting], served: dict[str, float]) -> list[Waiting]:

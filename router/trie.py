@@ -1,6 +1,6 @@
 """A prefix trie over the contexts that slots hold (or held): who shares how much with a prompt, in one walk.
 
-The trie's steps are every ``STRIDE``-th hash of a prompt's chain, so one step stands for 1 KiB of text. Each
+The trie's steps are every ``STRIDE``-th hash of a prompt's chain, so one step stands for 4 KiB of text. Each
 node keeps, as a bit mask, the set of contexts that pass through it; a walk therefore yields the match of
 *every* context: where a bit disappears from the mask, that context diverges. What is left inside the last
 step is found by bisection on the chains themselves, which agree up to a point and differ ever after.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterator
 
-STRIDE = 16
+STRIDE = 64
 """Blocks per step of the trie."""
 
 
@@ -144,6 +144,8 @@ class PrefixTrie:
             bit = mask & -mask
             mask ^= bit
             key = bit.bit_length() - 1
-            blocks = common_blocks(self._chains[key], chain, low, low + STRIDE)
-            if blocks:
-                found[key] = blocks
+            other = self._chains[key]
+            if len(other) > low and len(chain) > low and other[low] == chain[low]:
+                found[key] = common_blocks(other, chain, low + 1, low + STRIDE)
+            elif low:
+                found[key] = low
