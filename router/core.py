@@ -182,13 +182,19 @@ class RouterCore:
     def first_token(self, request_id: str, now: float) -> None:
         """Unknown ids are ignored: the lease may have been finished in the meantime."""
         active = self._active.get(request_id)
-        if active is not None:
+        if active is not None and active.decoding_since is None:
+            backend = active.backend
+            backend.tick(now)
+            # While this was computed, the others stood still.
+            backend.stalled += now - active.lease.granted
             active.decoding_since = now
+            active.crowd, active.stalled = backend.crowd, backend.stalled
 
     def finish(self, request_id: str, outcome: Outcome, now: float) -> Report:
         """Take the lease back and learn from what the engine said."""
         active = self._active.pop(request_id)
         backend, lease = active.backend, active.lease
+        backend.tick(now)
         del backend.active[request_id]
         pool = self._pools[backend.pool]
         if outcome.engine_error:
@@ -200,7 +206,8 @@ class RouterCore:
             backend.rates.saw_prefill(cached, cached + processed, outcome.prefill_seconds)
             if active.rolls_back:
                 pool.learn_rollback(backend, active.held_tokens, cached)
-        backend.rates.saw_decode(outcome.output_tokens, outcome.decode_seconds, len(backend.active) + 1)
+            pool.learn_prompt(cached + processed)
+        _learn_decode(active, outcome, now)
         waiting = active.waiting
         pool.learn_output(
             lease.request.client, outcome.output_tokens, outcome.prefill_seconds + outcome.decode_seconds
@@ -408,6 +415,17 @@ def _view(pool: Pool, slot: SlotState) -> SlotView:
         request=slot.request,
         last_used=slot.last_used,
     )
+
+
+def _learn_decode(active: Active, outcome: Outcome, now: float) -> None:
+    """How fast a request was written, less the time in which it stood still for the prefill of others."""
+    backend, since = active.backend, active.decoding_since
+    if since is None or now <= since:
+        backend.rates.saw_decode(outcome.output_tokens, outcome.decode_seconds, len(backend.active) + 1)
+        return
+    stalled = min(backend.stalled - active.stalled, 0.9 * outcome.decode_seconds)
+    crowd = (backend.crowd - active.crowd) / (now - since)
+    backend.rates.saw_decode(outcome.output_tokens, outcome.decode_seconds - stalled, crowd)
 
 
 def _compare(residency: Residency, slot: SlotState, seen: SlotObservation) -> None:

@@ -39,8 +39,6 @@ _OUTPUT_PRIOR = 128.0
 _OUTPUT_MEMORY = 0.98
 _SPREADS = 2.0
 """Mean deviations above the mean that an answer is planned for when a bound must be kept."""
-_WORTH_A_LEVEL = 1.05
-"""``auto`` lets one more decode beside the others while that raises the total rate by this factor."""
 
 
 @dataclass(slots=True)
@@ -57,6 +55,17 @@ class Backend:
     rollback: float = 1.0
     """Of the tokens that match where a slot must be cut back, the share that the engine reuses: near 0 for
     models whose cache cannot be cut (sliding window, recurrent)."""
+    crowd: float = 0.0
+    """Integral over time of how many requests decode."""
+    stalled: float = 0.0
+    """Seconds so far in which a prompt was computed while others may have decoded."""
+    _ticked: float = 0.0
+
+    def tick(self, now: float) -> None:
+        """Bring ``crowd`` up to date, before who decodes changes."""
+        decoding = sum(active.decoding_since is not None for active in self.active.values())
+        self.crowd += decoding * (now - self._ticked)
+        self._ticked = now
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +105,9 @@ class Active:
     rolls_back: bool
     prefill_seconds: float
     decoding_since: float | None = None
+    crowd: float = 0.0
+    stalled: float = 0.0
+    """The backend's ``crowd`` and ``stalled`` when the decoding began."""
     wiped: bool = False
     """The engine lost what its slots held while this ran."""
 
@@ -114,6 +126,7 @@ class Pool:
         """When to pick again though nothing happens, as of the last pick."""
         self._arrivals = 0
         self._output_tokens = self._output_spread = _OUTPUT_PRIOR
+        self._prompt_tokens = 0.0
         self._served: dict[str, float] = {}
 
     # The queue
@@ -153,6 +166,12 @@ class Pool:
             least = min((self._served.get(name, 0.0) for name in here), default=0.0)
             self._served = {name: self._served.get(name, 0.0) for name in here}
             self._served[client] = max(self._served.get(client, 0.0), least)
+
+    def learn_prompt(self, tokens: int) -> None:
+        """A prompt was this long."""
+        if not self._prompt_tokens:
+            self._prompt_tokens = tokens
+        self._prompt_tokens = _OUTPUT_MEMORY * self._prompt_tokens + (1 - _OUTPUT_MEMORY) * tokens
 
     def learn_output(self, client: str, tokens: int, seconds: float) -> None:
         """A request of a client is over: how much it wrote, and how long it was served."""
@@ -279,12 +298,13 @@ class Pool:
     def limit(self, backend: Backend) -> int:
         """How many requests may run at once on a backend, as far as its rates are known."""
         most = in_flight_limit(self.settings.in_flight, backend.slots)
-        if self.settings.in_flight != "auto":
+        if self.settings.in_flight != "auto" or most == 1:
             return most
-        level = 1
-        while level < most and backend.rates.speedup(level + 1) >= _WORTH_A_LEVEL:
-            level += 1
-        return level
+        if len(self.waiting) + sum(len(other.active) for other in self.backends.values()) <= backend.slots:
+            return most
+        decode = backend.rates.decode_seconds(self._output_tokens)
+        reload = backend.rates.prefill_seconds(0, round(self._prompt_tokens))
+        return scheduler.best_level(most, decode, reload, backend.rates.gain)
 
     def has_room(self, backend: Backend) -> bool:
         """Whether a backend may take one more request at all."""
@@ -481,14 +501,15 @@ class _View:
         pool = self._pool
         backend = pool.backends[name]
         running = len(backend.active)
-        if not running or pool.settings.in_flight in {"serialize", "slots"}:
+        if not running or pool.settings.in_flight != "pair":
             return True
         prefill = backend.rates.prefill_seconds(match, waiting.prompt_tokens)
         overlap = min(
             waiting.decode_seconds,
             sum(pool.decode_left(active, self._now) for active in backend.active.values()) / running,
         )
-        return prefill <= overlap * (1.0 - 1.0 / max(1.0, backend.rates.speedup(running + 1)))
+        gain = backend.rates.gain
+        return prefill <= overlap * (1.0 - gain(running) / gain(running + 1))
 
     def _wait(self, backend: Backend, request_id: str) -> float:
         """Expected seconds until a running request leaves its slot."""

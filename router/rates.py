@@ -1,4 +1,4 @@
-"""How fast a backend is, learned while it serves: prefill by position, decoding by how many share it.
+"""How fast a backend is, learned while it serves: prefill by position, decoding by how many share a step.
 
 Pure. Prefill slows down with position because each token attends to all before it, so the unit is the
 marginal rate of a 4k block; a request's prefill is the sum over the blocks that it really computes.
@@ -17,8 +17,11 @@ PREFILL_PRIOR = 1 / 500
 DECODE_PRIOR = 1 / 24
 """Seconds per output token of one request that decodes alone, until one was seen."""
 
-_BATCHING_PRIOR = 0.7
-"""What a second decoding request is taken to add to the rate of the first until it was measured."""
+_SHARING_PRIOR = 0.2
+"""By how much of itself each further request is taken to lengthen a decoding step until it was measured."""
+
+_PRIOR_TOKENS = 500.0
+"""Output tokens that the prior slope counts for."""
 
 _MEMORY = 20_000
 """Tokens after which an observation has lost about two thirds of its weight."""
@@ -42,11 +45,52 @@ class _Mean:
 
 
 @dataclass(slots=True)
+class _Steps:
+    """The time of a decoding step, ``alone + more * (busy - 1)``, by weighted least squares that forgets.
+
+    Reading the weights is the same for all requests of a step, the rest grows with each: so a line, which
+    also says what a level not seen yet would do. Until two levels were seen, the slope is the usual one.
+    """
+
+    weight: float = 0.0
+    level: float = 0.0
+    level_squared: float = 0.0
+    seconds: float = 0.0
+    product: float = 0.0
+
+    def add(self, busy: float, seconds: float, tokens: float) -> None:
+        keep = max(0.0, 1.0 - tokens / _MEMORY)
+        beside = busy - 1.0
+        self.weight = self.weight * keep + tokens
+        self.level = self.level * keep + tokens * beside
+        self.level_squared = self.level_squared * keep + tokens * beside * beside
+        self.seconds = self.seconds * keep + tokens * seconds
+        self.product = self.product * keep + tokens * beside * seconds
+
+    def at(self, busy: float) -> float:
+        alone, more = self._line()
+        return alone + more * (busy - 1.0)
+
+    def _line(self) -> tuple[float, float]:
+        if self.weight <= 0:
+            return DECODE_PRIOR, DECODE_PRIOR * _SHARING_PRIOR
+        level, seconds = self.level / self.weight, self.seconds / self.weight
+        spread = self.level_squared / self.weight - level * level
+        # The prior slope stands for a few observations one level apart, so that one odd answer moves little.
+        usual = _SHARING_PRIOR * seconds / (1.0 + _SHARING_PRIOR * level)
+        tilt = self.product / self.weight - level * seconds
+        held = _PRIOR_TOKENS / (self.weight + _PRIOR_TOKENS)
+        more = (tilt + held * usual) / (spread + held)
+        more = min(max(more, 0.0), seconds / (1.0 + level))
+        return max(seconds - more * level, seconds / (1.0 + level)), more
+
+
+@dataclass(slots=True)
 class Rates:
     """One backend's speed. All rates are seconds per token."""
 
     _blocks: dict[int, _Mean] = field(default_factory=dict)
-    _decode: dict[int, _Mean] = field(default_factory=dict)
+    _steps: _Steps = field(default_factory=_Steps)
     _curve: list[tuple[float, float]] = field(default_factory=list)
     """Of each block, as far as asked for since the last lesson: seconds for all before it, and its rate."""
 
@@ -73,24 +117,17 @@ class Rates:
         seconds, rate = curve[block]
         return seconds + rest * rate
 
-    def speedup(self, busy: int) -> float:
-        """Tokens per second with ``busy`` requests decoding, against one fewer.
+    def step_seconds(self, busy: float) -> float:
+        """Seconds that one decoding step takes, a token for each of ``busy`` requests."""
+        return self._steps.at(max(1.0, busy))
 
-        Where neither was seen, what batching usually gives is assumed, so that it is tried.
-        """
-        more, fewer = self._decode.get(busy), self._decode.get(busy - 1)
-        if busy <= 1 or more is None or fewer is None or not more.rate or not fewer.rate:
-            return 1.0 + _BATCHING_PRIOR / max(1, busy - 1)
-        return (busy / more.rate) / ((busy - 1) / fewer.rate)
+    def gain(self, busy: float) -> float:
+        """Tokens per second with ``busy`` requests decoding, in units of what one has alone."""
+        return max(1.0, busy) * self.step_seconds(1) / self.step_seconds(busy)
 
-    def decode_seconds(self, tokens: float, busy: int = 1) -> float:
-        """Seconds to generate ``tokens`` while ``busy`` requests decode at once."""
-        mean = self._decode.get(max(1, busy))
-        rate = mean.rate if mean is not None else None
-        if rate is None:
-            known = [(abs(at - busy), at) for at, other in self._decode.items() if other.rate is not None]
-            rate = self._decode[min(known)[1]].rate if known else None
-        return tokens * (rate if rate is not None else DECODE_PRIOR)
+    def decode_seconds(self, tokens: float, busy: float = 1) -> float:
+        """Seconds to generate ``tokens`` for each of ``busy`` requests that decode at once."""
+        return tokens * self.step_seconds(busy)
 
     def saw_prefill(self, start: int, end: int, seconds: float) -> None:
         """A request computed prompt tokens ``[start, end)`` in ``seconds``."""
@@ -107,7 +144,10 @@ class Rates:
             start = stop
         self._curve.clear()
 
-    def saw_decode(self, tokens: int, seconds: float, busy: int = 1) -> None:
-        """A request generated ``tokens`` in ``seconds`` while ``busy`` requests decoded."""
+    def saw_decode(self, tokens: int, seconds: float, busy: float = 1) -> None:
+        """A request generated ``tokens`` in ``seconds`` while ``busy`` requests decoded, on average.
+
+        Time in which it stood still for the prefill of others does not belong to ``seconds``.
+        """
         if tokens > 0 and seconds > 0:
-            self._decode.setdefault(max(1, busy), _Mean()).add(seconds, tokens, _MEMORY)
+            self._steps.add(max(1.0, busy), seconds / tokens, tokens)

@@ -46,6 +46,8 @@ in the benchmark: 1 to 2 differ by under one point of reuse, 0.5 loses up to ten
 _AUTO_SHORTEST, _AUTO_LONGEST = 60.0, 300.0
 _RELOADS_PER_ROUND = 10.0
 _FAIR_SECONDS = 30.0
+_CROWDED_OUT = 0.2
+"""Share of the prompts that is taken to be lost when all slots are busy, over that with one in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,12 +265,25 @@ def _eligible(waiting: Sequence[Waiting], served: dict[str, float]) -> list[Wait
 
 
 def in_flight_limit(policy: InFlight, slots: int) -> int:
-    """The most requests that may ever run at once on a backend of ``slots`` slots.
-
-    ``auto`` leaves at least as many slots idle as run: with all of them busy there is nothing to choose from.
-    """
+    """The most requests that may ever run at once on a backend of ``slots`` slots."""
     if policy == "serialize":
         return 1
-    if policy == "pair":
-        return min(slots, 2)
-    return max(1, slots // 2) if policy == "auto" else slots
+    return min(slots, 2) if policy == "pair" else slots
+
+
+def best_level(
+    most: int, decode_seconds: float, reload_seconds: float, gain: Callable[[float], float]
+) -> int:
+    """How many of ``most`` requests should run at once where more are waiting than there are slots.
+
+    Each further one shares the decoding steps of the others, but also takes a slot away from those that can
+    be chosen from, so that more of what is warm is overwritten. The best level has the least time for each
+    request: its share of the decoding, plus the prefill that is lost. ``decode_seconds``: of one answer
+    alone; ``reload_seconds``: of a whole prompt; ``gain(k)``: tokens per second of ``k`` at once, one = 1.
+    """
+
+    def seconds(level: int) -> float:
+        crowding = (level - 1) / (most - 1) if most > 1 else 0.0
+        return decode_seconds / gain(level) + reload_seconds * _CROWDED_OUT * crowding * crowding
+
+    return min(range(1, most + 1), key=seconds)
