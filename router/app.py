@@ -22,7 +22,9 @@ from .metrics import Metrics
 from .pages import EngineMetrics, Healthy, Models, OwnMetrics
 from .passthrough import Passthrough
 from .pools import Pools
+from .quota import Quota
 from .settling import Timing
+from .slots_page import SlotAction, Slots
 from .steering import Steered
 from .ui import Feed, LiveEvents, LivePage, SwitchedOff
 from .values import Route
@@ -73,7 +75,15 @@ def create_app(
     """
     keys = {key.name: key.value.get_secret_value() for key in config.keys if key.value is not None}
     shop = Shop(
-        dispatcher, Pools(config, dispatcher), config.limits, metrics, keyed=bool(keys), journal=journal
+        dispatcher,
+        Pools(config, dispatcher),
+        config.limits,
+        metrics,
+        keyed=bool(keys),
+        journal=journal,
+        isolate=config.endpoint.isolation,
+        honours_slot=config.endpoint.client_slots,
+        quota=Quota(config.keys),
     )
     routes = [
         *(Path(path, Generation(shop, route), methods=["POST"]) for path, route in GENERATING.items()),
@@ -85,7 +95,9 @@ def create_app(
         Path("/metrics", OwnMetrics(shop), methods=["GET"]),
         Path("/backends/{name}/metrics", EngineMetrics(shop), methods=["GET"]),
         *_live_page(dispatcher, live),
-        Path("/{path:path}", Passthrough(shop)),
+        Path("/slots", Slots(shop), methods=["GET"]),
+        Path("/slots/{slot}", SlotAction(shop, allowed=config.endpoint.slot_actions), methods=["POST"]),
+        Path("/{path:path}", Passthrough(shop, unknown=config.endpoint.unknown_routes == "pass")),
     ]
 
     @asynccontextmanager
@@ -104,7 +116,7 @@ def create_app(
     return Starlette(
         routes=routes,
         lifespan=lifespan,
-        middleware=[Middleware(KeyCheck, keys=keys)],
+        middleware=[Middleware(KeyCheck, keys=keys, uses={key.name: key.use for key in config.keys})],
     )
 
 

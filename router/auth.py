@@ -23,14 +23,19 @@ OPEN_PATHS = frozenset({"/health", "/v1/health", "/ui"})
 """Served without a key: load balancers ask for health; the live page holds no data before it has a key."""
 
 
+ADMIN_PATHS = ("/metrics", "/backends/", "/slots", "/ui")
+"""Where these begin a path, it tells of all clients or acts on all."""
+
+
 class KeyCheck:
     """ASGI wrapper that answers 401 unless the request carries one of ``keys`` (name -> secret).
 
-    Without keys everyone may come in.
+    Without keys everyone may come in. ``uses`` narrows keys to ``requests`` or ``admin`` paths.
     """
 
-    def __init__(self, app: ASGIApp, keys: Mapping[str, str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Mapping[str, str], uses: Mapping[str, str] | None = None) -> None:
         self._app = app
+        self._uses = uses or {}
         self._keys = [(name, secret.encode()) for name, secret in keys.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,6 +44,12 @@ class KeyCheck:
             name = self._name(scope["headers"]) if self._keys else ANYONE
             if name is None and scope["path"] not in OPEN_PATHS:
                 await Client(scope, receive, send).refuse(errors.bad_key())
+                return
+            use = self._uses.get(name or "", "all")
+            admin = scope["path"].startswith(ADMIN_PATHS)
+            if name is not None and use != "all" and admin is (use == "requests"):
+                what = "metrics, slots and the live page" if admin else "requests to models"
+                await Client(scope, receive, send).refuse(errors.forbidden(what))
                 return
             scope[CLIENT] = name or ANYONE
         await self._app(scope, receive, send)

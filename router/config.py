@@ -201,6 +201,12 @@ class Key(Section):
     """Environment variable that holds the secret."""
     file: str | None = Field(default=None, min_length=1)
     """File that holds the secret (surrounding white space is dropped)."""
+    use: Literal["all", "requests", "admin"] = "all"
+    """What it opens: everything, requests to models only, or only metrics, slots and the live page."""
+    in_flight: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Requests of this key that may run at once; further ones wait."""
+    queued: int | None = Field(default=None, ge=0, le=1_000_000)
+    """Requests of this key that may wait because of `in_flight`; the next one is answered with 429."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -226,6 +232,19 @@ class Limits(Section):
     """How long running requests may take to end when warmslot stops."""
     ping_interval: Seconds = 15.0
     """A stream that has been silent for this long gets an SSE comment; 0 switches that off."""
+
+
+class Endpoint(Section):
+    """What clients may ask for beyond generating text, and what they may learn of each other."""
+
+    unknown_routes: Literal["pass", "refuse"] = "pass"
+    """Routes that the router does not know are passed to a backend, or answered with 404."""
+    slot_actions: bool = False
+    """Whether clients may save, restore and erase slots."""
+    client_slots: bool = False
+    """Whether a client's own `id_slot` is honoured; else it is overwritten."""
+    isolation: bool = False
+    """Clients with different keys share no prefixes, so that nobody learns by timing what others ask."""
 
 
 class Journal(Section):
@@ -269,6 +288,8 @@ class Config(Section):
     """Bearer keys, one of which every request must carry; none means that no key is asked for."""
     limits: Limits = Limits()
     """Bounds that keep one client from hurting the others."""
+    endpoint: Endpoint = Endpoint()
+    """What clients may ask for."""
     journal: Journal = Journal()
     """The record of finished requests."""
     state: State = State()

@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from .settling import Held, SlotWatch, Timing
 from .values import Outcome, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from .core import Contents, Core
     from .observer import Observer
@@ -339,6 +340,34 @@ class Dispatcher:
                 self._core.backend_admit(name, admit=backend.usable)
                 self._pump()
             raise
+
+    @asynccontextmanager
+    async def alone(self, name: str) -> AsyncIterator[EngineClient]:
+        """A backend on which nothing runs and nothing starts, for a call that changes what a slot holds.
+
+        Waits for what runs. Raises :class:`NoBackendError` for one that is down or drains already.
+        """
+        backend = self._backends[name]
+        life, client = backend.life, backend.client
+        if life is None or client is None or backend.draining:
+            raise NoBackendError(backend.pool, 0.0)
+        await self.backend_draining(name)
+        try:
+            yield client
+        finally:
+            if backend.life is life:
+                backend.draining = False
+                self._core.backend_admit(name, admit=backend.usable)
+                self._pump()
+
+    def observed(self, name: str, slots: Sequence[SlotObservation]) -> None:
+        """What idle slots of a backend are known to hold, other than by serving requests."""
+        self._core.observe(name, slots, self._clock())
+        self._pump()
+
+    def position(self, request_id: str) -> tuple[int, float] | None:
+        """Place in the queue (0 = next) and about how many seconds are before it; ``None`` if not queued."""
+        return self._core.position(request_id)
 
     def log_event(self, name: str, event: object) -> None:
         """A line of a launched engine's log, understood: selections are counted, releases hasten a look.

@@ -121,6 +121,16 @@ def unknown_model(names: Iterable[str]) -> RequestError:
     )
 
 
+def unknown_route() -> RequestError:
+    """A route that the router does not know, where such are refused (404)."""
+    return RequestError(
+        404,
+        "invalid_request_error",
+        "route: not known here, and unknown ones are refused (setting endpoint.unknown_routes)",
+        code="not_found",
+    )
+
+
 def queue_full(limit: int, retry_after: float) -> RequestError:
     """The pool's queue is at its limit (429)."""
     return RequestError(
@@ -130,6 +140,23 @@ def queue_full(limit: int, retry_after: float) -> RequestError:
         code="queue_full",
         retry_after=retry_after,
     )
+
+
+def key_full(in_flight: int, queued: int) -> RequestError:
+    """The key has as many requests as it may have (429)."""
+    return RequestError(
+        429,
+        "rate_limit_error",
+        f"this key has {in_flight} requests in flight and {queued} waiting, which is all that it may have "
+        "(settings keys.in_flight and keys.queued); try again later",
+        code="key_limit",
+        retry_after=5.0,
+    )
+
+
+def forbidden(what: str) -> RequestError:
+    """A key that is good for something else (403)."""
+    return RequestError(403, "permission_error", f"this key is not for {what}", code="key_scope")
 
 
 def unavailable(message: str, *, retry_after: float | None = 5.0) -> RequestError:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 import uuid
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from . import errors, prompt
@@ -16,11 +17,12 @@ from .client import Client, ClientGoneError
 from .core import QueueFullError
 from .dispatcher import NoBackendError, StoppingError
 from .outbox import ClientStalledError, Outbox
+from .quota import Quota
 from .stream import TruthReader
-from .values import Outcome, Priority, Request, Route, Status
+from .values import Outcome, Priority, Request, Route, SlotRef, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from starlette.types import Receive, Scope, Send
 
@@ -72,6 +74,11 @@ class Shop:
     metrics: Metrics
     keyed: bool = False
     """Keys are ours, so they are not sent on."""
+    isolate: bool = False
+    """Clients with different keys share no prefixes."""
+    honours_slot: bool = False
+    """A client's own ``id_slot`` is kept."""
+    quota: Quota = field(default_factory=Quota)
     journal: Journal | None = None
 
     async def attend(
@@ -100,6 +107,10 @@ class Shop:
         passage.status = Status.REJECTED if rejected else Status.ERROR
         await client.refuse(error)
 
+    def root(self, client: str) -> bytes:
+        """The seed of a client's prompts."""
+        return prompt.root_of({}, isolation=client.encode() if self.isolate else b"")
+
     def outgoing(self, client: Client) -> Headers:
         """The client's headers that the engine gets (hop-by-hop ones fall away where they are sent)."""
         return [
@@ -119,6 +130,8 @@ class Work:
     body: dict[str, Any]
     outbox: Outbox | None
     """Where a stream goes; ``None`` for an answer in one piece."""
+    slot: int | None = None
+    """The slot that the client chose, where it may."""
 
 
 class Generation:
@@ -142,11 +155,12 @@ class Generation:
         passage.pool = self._shop.pools.of_model(body.get("model"))
         describe = self._describe(client, passage, body)
         if not prompt.is_streaming(body):
-            await self._lease_and_send(Work(client, passage, raw, body, None), describe)
+            await self._lease_and_send(Work(client, passage, raw, body, None, self._wish(body)), describe)
             return
         async with Outbox(client, ping=self._shop.limits.ping_interval) as outbox:
             try:
-                await self._lease_and_send(Work(client, passage, raw, body, outbox), describe)
+                work = Work(client, passage, raw, body, outbox, self._wish(body))
+                await self._lease_and_send(work, describe)
             except (EngineBroke, EngineUnreachable):
                 await outbox.flush(broken=True)
                 raise
@@ -172,7 +186,7 @@ class Generation:
                 prompt=rendered,
                 pool=passage.pool,
                 route=self._route,
-                client=client.scope.get(CLIENT, ANYONE),
+                client=name_of(client),
                 priority=order,
                 arrived=passage.began,
                 max_output_tokens=tokens,
@@ -184,17 +198,53 @@ class Generation:
         return request
 
     async def _lease_and_send(self, work: Work, describe: Callable[[Prompt], Request]) -> None:
+        async with self._shop.quota.place(name_of(work.client)):
+            await self._within_quota(work, describe)
+
+    async def _within_quota(self, work: Work, describe: Callable[[Prompt], Request]) -> None:
         dispatcher = self._shop.dispatcher
         engine = await dispatcher.engine(work.passage.pool)
-        rendered = await prompt.render(engine, self._route, work.body)
+        rendered = await prompt.render(
+            engine, self._route, work.body, root=self._shop.root(name_of(work.client))
+        )
         for _ in range(ATTEMPTS):
-            lease = await self._acquire(describe(rendered))
+            request = describe(rendered)
+            if work.slot is not None:
+                # The slot is not the router's choice, so nothing else may run.
+                request = replace(request, pinned=False)
+            with self._telling(work, request):
+                lease = await self._acquire(request)
             work.passage.backend = lease.slot.backend
             if self._shop.journal is not None:
                 self._shop.journal.describe(lease.request.id, work.body)
             if await self._attempt(lease, work).run():
                 return
         raise errors.unavailable("no backend took the request")
+
+    def _wish(self, body: dict[str, Any]) -> int | None:
+        slot = body.get("id_slot")
+        honoured = self._shop.honours_slot and isinstance(slot, int) and not isinstance(slot, bool)
+        return slot if honoured and slot is not None and slot >= 0 else None
+
+    @contextmanager
+    def _telling(self, work: Work, request: Request) -> Iterator[None]:
+        """While a request waits, its stream's comments say for how long, if the client asked for that."""
+        outbox = work.outbox
+        if outbox is None or work.client.header(b"x-warmslot-queue") is None:
+            yield
+            return
+        dispatcher = self._shop.dispatcher
+
+        def place() -> bytes | None:
+            found = dispatcher.position(request.id)
+            return None if found is None else b": queued %d, about %.0f s\n\n" % (found[0] + 1, found[1])
+
+        first = asyncio.get_running_loop().call_soon(outbox.comment, place)
+        try:
+            yield
+        finally:
+            first.cancel()
+            outbox.comment(None)
 
     async def _acquire(self, request: Request) -> Lease:
         return await self._shop.dispatcher.acquire(request)
@@ -254,7 +304,12 @@ class Attempt:
 
     def _body(self) -> bytes:
         """What the engine is sent."""
-        return prompt.pin(self._work.raw, self._lease.slot.slot)
+        return prompt.pin(self._work.raw, self._slot, fresh=self._fresh)
+
+    @property
+    def _fresh(self) -> bool:
+        """Whether nothing in the slot may be reused: another client's prefix would show in the time taken."""
+        return self._shop.isolate and self._lease.predicted_tokens == 0
 
     async def _look_where(self) -> None:
         """Find out in which slot the engine served a request that it was free to place."""
@@ -265,6 +320,13 @@ class Attempt:
         return self._lease.request.slots > 1
 
     # -- the lease -----------------------------------------------------------------------------------------
+
+    @property
+    def _slot(self) -> int:
+        """Where the engine is told to run it."""
+        chosen, slot = self._work.slot, self._lease.slot
+        backend = self._dispatcher.backend(slot.backend)
+        return slot.slot if chosen is None or backend is None else chosen % max(1, backend.slots)
 
     def _outcome(self, status: Status) -> Outcome:
         reader = self._reader
@@ -278,6 +340,7 @@ class Attempt:
             decode_seconds=reader.decode_seconds,
             ttft_seconds=None if first is None else first - began,
             generated=reader.generated,
+            slot=None if self._work.slot is None else SlotRef(self._lease.slot.backend, self._slot),
         )
 
     def _finish(self, outcome: Outcome) -> None:
@@ -375,7 +438,7 @@ class Attempt:
         lease = self._lease
         return [
             (b"x-warmslot-backend", lease.slot.backend.encode()),
-            (b"x-warmslot-slot", b"%d" % lease.slot.slot),
+            (b"x-warmslot-slot", b"%d" % self._slot),
             (b"x-warmslot-decision", lease.decision.encode()),
             (b"x-warmslot-predicted-tokens", b"%d" % lease.predicted_tokens),
         ]
@@ -396,6 +459,12 @@ def as_request_error(error: Exception, passage: Passage) -> RequestError:
             return errors.engine_failed(str(error))
     log.error("a request of route %s failed", passage.route, exc_info=error)
     return errors.internal()
+
+
+def name_of(client: Client) -> str:
+    """The name of a client's key."""
+    name: str = client.scope.get(CLIENT, ANYONE)
+    return name
 
 
 def priority(client: Client) -> Priority:

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from .client import Client
@@ -43,6 +44,7 @@ class Outbox:
         self._pieces: list[bytes] = []
         self._size = 0
         self._closing = False
+        self._say: Callable[[], bytes | None] | None = None
         self._between_events = True
         self._work = asyncio.Event()
         self._room = asyncio.Event()
@@ -72,6 +74,12 @@ class Outbox:
         self._between_events = data.endswith((b"\n\n", b"\r\n\r\n"))
         self._last = time.monotonic()
         return self._size <= self._limit
+
+    def comment(self, text: Callable[[], bytes | None] | None) -> None:
+        """What pings say from now on, first now, where ``text`` has something to say; ``None``: nothing."""
+        self._say = text
+        if text is not None and self._between_events and not self._closing and (said := text()):
+            self.put(said)
 
     async def room(self) -> None:
         """Wait until there is room again. Raises :class:`ClientStalledError`."""
@@ -111,7 +119,7 @@ class Outbox:
     def _tick(self) -> None:
         silent = time.monotonic() - self._last
         if silent >= self._ping and self._between_events and not self._pieces:
-            self.put(_PING)
+            self.put((self._say() if self._say is not None else None) or _PING)
             silent = 0.0
         self._timer = asyncio.get_running_loop().call_later(max(0.01, self._ping - silent), self._tick)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
 
 import orjson
 
 from . import errors
-from .auth import ANYONE, CLIENT
 from .backend import EngineBroke, EngineUnreachable
 from .client import Client
-from .generation import ATTEMPTS, Passage, priority
+from .generation import ATTEMPTS, Passage, name_of, priority
 from .outbox import Outbox
 from .values import Outcome, Prompt, Request, Route, Status
 
@@ -54,6 +54,9 @@ _NO_SLOT = frozenset(
 )
 """``POST`` routes that touch no slot."""
 
+_KNOWN = frozenset({*_ROUTES, *_NO_SLOT})
+"""What is passed where unknown routes are refused."""
+
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -67,10 +70,11 @@ class _Work:
 
 
 class Passthrough:
-    """ASGI endpoint of all routes that have none of their own."""
+    """ASGI endpoint of all routes that have none of their own; ``unknown`` ones if so told."""
 
-    def __init__(self, shop: Shop) -> None:
+    def __init__(self, shop: Shop, *, unknown: bool = True) -> None:
         self._shop = shop
+        self._unknown = unknown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -85,14 +89,12 @@ class Passthrough:
     async def _answer(self, client: Client, passage: Passage, raw: bytes) -> None:
         scope = client.scope
         method, path = scope["method"], scope["path"]
+        if not self._unknown and path not in _KNOWN:
+            raise errors.unknown_route()
         if path.startswith("/slots/") and method not in _READING:
-            raise errors.RequestError(
-                403,
-                "permission_error",
-                "slots: actions from clients are switched off, they would change what slots hold",
-                code="slot_actions_off",
-            )
-        passage.pool = self._shop.pools.of_model(_object(raw).get("model"))
+            raise errors.invalid("slots: the engine's own action is POST /slots/ID?action=save|restore|erase")
+        asked = _object(raw).get("model")
+        passage.pool = self._shop.pools.of_model(asked or _queried(scope, "model"))
         send = self._without_slot if method in _READING or path in _NO_SLOT else self._with_slot
         for _ in range(ATTEMPTS):
             if await send(_Work(client, passage, raw)):
@@ -119,7 +121,7 @@ class Passthrough:
                 prompt=Prompt.of(b""),
                 pool=work.passage.pool,
                 route=work.passage.route,
-                client=work.client.scope.get(CLIENT, ANYONE),
+                client=name_of(work.client),
                 priority=priority(work.client),
                 arrived=work.passage.began,
                 pinned=False,
@@ -185,6 +187,11 @@ class Passthrough:
                 shop.dispatcher.finish(lease.request.id, Outcome(work.passage.status, untouched=refused))
             await outbox.flush()
             await client.end()
+
+
+def _queried(scope: Scope, name: str) -> str | None:
+    found = parse_qs(scope["query_string"].decode("latin-1")).get(name)
+    return found[0] if found else None
 
 
 def target(scope: Scope) -> str:

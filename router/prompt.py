@@ -34,6 +34,7 @@ __all__ = [
     "render",
     "root_of",
     "slots_needed",
+    "text_of",
 ]
 
 _CACHED_RENDERINGS: Final = 64
@@ -191,8 +192,20 @@ async def render(
         chat = None  # rendered, one image would look like any other
     text = None if chat is None else await _rendered(client, chat)
     if text is not None:
-        return Prompt.of(text.encode("utf-8", "surrogatepass"), root=root)
-    return Prompt.of(_plain(body), root=_derive(root, b"plain", route.encode()))
+        return _prompt(text.encode("utf-8", "surrogatepass"), root)
+    return _prompt(_plain(body), _derive(root, b"plain", route.encode()))
+
+
+def _prompt(data: bytes, root: bytes, tokens: int | None = None) -> Prompt:
+    """A prompt whose bytes differ from the first on where its root does: texts are compared as bytes too."""
+    return Prompt.of(data if root == ROOT else root + data, root=root, tokens=tokens)
+
+
+def text_of(prompt: Prompt) -> str | None:
+    """The text that the engine evaluates, where it is known."""
+    if prompt.data is None:
+        return None
+    return prompt.data[0 if prompt.root == ROOT else len(prompt.root) :].decode("utf-8", "surrogatepass")
 
 
 def is_exact(prompt: Prompt, route: Route, root: bytes = ROOT) -> bool:
@@ -275,13 +288,13 @@ def _from_prompt(prompt: Any, root: bytes) -> Prompt:
     if _is_several(prompt):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return Prompt.of(prompt.encode("utf-8", "surrogatepass"), root=root)
+        return _prompt(prompt.encode("utf-8", "surrogatepass"), root)
     if isinstance(prompt, Mapping) and isinstance(text := prompt.get("prompt_string"), str):
         media = prompt.get("multimodal_data")
         data = text.encode("utf-8", "surrogatepass")
         if not media:
-            return Prompt.of(data, root=root)
-        return Prompt.of(data, root=_derive(root, b"media", _dump(media)))
+            return _prompt(data, root)
+        return _prompt(data, _derive(root, b"media", _dump(media)))
     if not isinstance(prompt, list) or not prompt:
         allowed = "a string, an array of token ids, a mixed array of both, or an array of such prompts"
         raise BadRequest(
@@ -289,14 +302,15 @@ def _from_prompt(prompt: Any, root: bytes) -> Prompt:
         )
     token_root = _derive(root, _TOKEN_ROOT, b"")
     if all(_is_token(part) for part in prompt):
-        return Prompt.of(_pack(prompt), root=token_root, tokens=len(prompt))
+        packed = _pack(prompt)
+        return Prompt.of(packed if root == ROOT else root + packed, root=token_root, tokens=len(prompt))
     if not all(_is_token(part) or isinstance(part, str) for part in prompt):
         raise BadRequest("prompt", "a mixed 'prompt' array may hold strings and token ids only")
     mixed = b"".join(
         part.encode("utf-8", "surrogatepass") if isinstance(part, str) else _NO_TEXT + _pack([part])
         for part in prompt
     )
-    return Prompt.of(mixed, root=_derive(root, b"mixed", b""))
+    return _prompt(mixed, _derive(root, b"mixed", b""))
 
 
 def _pack(tokens: Iterable[int]) -> bytes:
@@ -310,9 +324,10 @@ def _pack(tokens: Iterable[int]) -> bytes:
 # -- the body that is sent ---------------------------------------------------------------------------------
 
 
-def pin(body: bytes | Mapping[str, Any], slot: int) -> bytes:
+def pin(body: bytes | Mapping[str, Any], slot: int, *, fresh: bool = False) -> bytes:
     """The body with ``id_slot`` set to ``slot`` and ``cache_prompt`` on unless the client decided about it.
 
+    ``fresh``: nothing of what the slot holds may be reused, whatever the client says.
     Bytes stay byte for byte what the client wrote (numbers keep their digits), with the two fields put before
     the closing brace; only where the client gave one of the two itself is the body written anew.
     Raises :class:`BadRequest` if bytes are no JSON object.
@@ -325,10 +340,15 @@ def pin(body: bytes | Mapping[str, Any], slot: int) -> bytes:
         if not any(mark in end for mark in (b'"id_slot"', b'"cache_prompt"', b"\\u005f", b"\\u005F")):
             start = end[:-1].rstrip()
             comma = b"" if start.endswith(b"{") and len(start.lstrip()) == 1 else b","
-            return b'%s%s"id_slot":%d,"cache_prompt":true}' % (start, comma, slot)
+            return b'%s%s"id_slot":%d,"cache_prompt":%s}' % (
+                start,
+                comma,
+                slot,
+                b"false" if fresh else b"true",
+            )
         body = parse(body)
     pinned = dict(body)
     pinned["id_slot"] = slot
-    if pinned.get("cache_prompt") is None:
-        pinned["cache_prompt"] = True
+    if fresh or pinned.get("cache_prompt") is None:
+        pinned["cache_prompt"] = not fresh
     return _dump(pinned)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -95,7 +95,8 @@ class Steered(Generation):
 
     async def _acquire(self, request: Request) -> Lease:
         dispatcher = self._shop.dispatcher
-        if prompt.is_exact(request.prompt, self._route):
+        if not self._shop.isolate and self._is_exact(request):
+            # (Isolated prompts that are equal to others' cannot be told by their keys.)
             lease = await dispatcher.acquire(request)
             if self._way(lease) is not Way.ALONE:
                 return lease
@@ -103,11 +104,19 @@ class Steered(Generation):
             dispatcher.abandon(request.id, Outcome(Status.CANCELLED, untouched=True))
         return await dispatcher.acquire(replace(request, id=f"{request.id}-alone", pinned=False))
 
+    def _wish(self, body: dict[str, Any]) -> int | None:  # noqa: ARG002 - the engine hears no such wish here
+        return None
+
+    def _is_exact(self, request: Request) -> bool:
+        return prompt.is_exact(request.prompt, self._route, self._shop.root(request.client))
+
     def _way(self, lease: Lease) -> Way:
         dispatcher = self._shop.dispatcher
-        exact = prompt.is_exact(lease.request.prompt, self._route)
         return way_of(
-            lease, exact=exact, known=_all_known(dispatcher, lease), others=_others(dispatcher, lease)
+            lease,
+            exact=self._is_exact(lease.request),
+            known=_all_known(dispatcher, lease),
+            others=_others(dispatcher, lease),
         )
 
     def _attempt(self, lease: Lease, work: Work) -> Attempt:
@@ -127,15 +136,14 @@ class SteeredAttempt(Attempt):
     async def _prepare(self, engine: EngineClient) -> None:
         """Compute the prompt in the slot of the lease, so that the engine takes this one."""
         rendered = self._lease.request.prompt
-        if self._way is Way.FORESEEN or not prompt.is_exact(rendered, self._lease.request.route):
-            return
-        if rendered.data is None:
+        root = self._shop.root(self._lease.request.client)
+        if self._way is Way.FORESEEN or not prompt.is_exact(rendered, self._lease.request.route, root):
             return
         body = {
-            "prompt": rendered.data.decode("utf-8", "surrogatepass"),
+            "prompt": prompt.text_of(rendered),
             "n_predict": 0,
             "id_slot": self._lease.slot.slot,
-            "cache_prompt": True,
+            "cache_prompt": not self._fresh,
             "stream": True,
             "return_progress": True,  # an engine notices sooner that nobody waits any more
         }
@@ -163,15 +171,17 @@ class SteeredAttempt(Attempt):
     def _settles_late(self) -> bool:
         return not self._landed()
 
-    def _landed(self) -> bool:
-        """Whether the engine's counts prove that the slot of the lease served the request."""
-        if not self._lease.request.pinned:
-            return False
+    def _found(self) -> bool:
+        """Whether the request found in its slot what was expected there."""
         cached = self._reader.cached_tokens
         expected = self._lease.predicted_tokens - _MARGIN
         if self._before is not None:
             expected = (self._before.cached_tokens or 0) + (self._before.processed_tokens or 0) - 1
         return cached is not None and cached >= expected
+
+    def _landed(self) -> bool:
+        """Whether the engine's counts prove that the slot of the lease served the request."""
+        return self._lease.request.pinned and self._found()
 
     async def _look_where(self) -> None:
         if self._landed():
@@ -197,7 +207,7 @@ class SteeredAttempt(Attempt):
         cached, processed = outcome.cached_tokens, outcome.processed_tokens
         if cached is None or processed is None:
             return outcome
-        if self._before is not None and self._landed():
+        if self._before is not None and self._found():
             # What the request found there had been computed for it a moment ago.
             total = cached + processed
             cached = min(self._before.cached_tokens or 0, total)

@@ -206,6 +206,8 @@ class FakeLlamaServer:
                 "content": self.vocabulary.decode(body_of(request).get("tokens", []))
             },
         }.get(name)
+        if request.method == "POST" and request.path.startswith("/slots/"):
+            return self._act(int(request.path.rpartition("/")[2]), request.query)
         if found is None or request.path.lstrip("/") in self.missing - {"slots", "metrics"}:
             refusal = EngineRefusalError(404, "")
             refusal.body = {"error": {"message": "File Not Found", "type": "not_found_error", "code": 404}}
@@ -230,6 +232,15 @@ class FakeLlamaServer:
 
     def _slots(self) -> Any:
         return [self.drifted(slot.as_json()) for slot in self.model.slots]
+
+    def _act(self, number: int, query: str) -> Any:
+        slot, action = self.model.slots[number], query.partition("=")[2]
+        count = len(slot.tokens)
+        if action == "erase":
+            self.model.clear(slot)
+            return {"id_slot": number, "n_erased": count}
+        slot.tokens = self.vocabulary.encode("restored") if action == "restore" else slot.tokens
+        return {"id_slot": number, "filename": "x", f"n_{action}d": len(slot.tokens)}
 
     def _models(self) -> Any:
         meta = {"n_ctx": self.context, "n_ctx_train": 8192}

@@ -10,12 +10,14 @@ import httpx
 import pytest
 from warmslot.router.steering import Way, way_of
 from warmslot.router.values import Decision as Why
-from warmslot.router.values import Lease, Prompt, Request, Route, SlotRef
+from warmslot.router.values import Lease, Prompt, Request, Route, SlotRef, Status
 
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.support.router import serving
 
 if TYPE_CHECKING:
+    from warmslot.router.values import Report
+
     from tests.support.router import Service
 
 STORY = "the sea was calm and the ship went on and nobody said a word "
@@ -60,15 +62,35 @@ async def test_a_next_turn_needs_no_steering_and_is_reported_as_reused(service: 
     assert not last.truth_missing
 
 
-async def test_it_does_not_take_the_slot_that_the_engine_would(service: Service) -> None:
-    """Half of the prompt is in another conversation's slot; the engine alone would cut that one back."""
-    first = await service.http.post("/v1/chat/completions", json=ask("mark-c " + STORY * 8 + "one " * 30))
-    second = await service.http.post("/v1/messages", json=ask("mark-c " + STORY * 8 + "two " * 30))
-    assert second.headers["x-warmslot-slot"] != first.headers["x-warmslot-slot"]
-    own = service.fake.generations()[-1]
-    assert own.slots == [int(second.headers["x-warmslot-slot"])]
-    again = await service.http.post("/v1/chat/completions", json=ask("mark-c " + STORY * 8 + "one " * 30))
-    assert again.json()["timings"]["prompt_n"] == 1
+@pytest.mark.parametrize("at_once", [1, 3])
+async def test_it_runs_where_the_lease_says_whatever_slots_share(service: Service, at_once: int) -> None:
+    """Conversations with one preamble: the engine alone would often take another slot than the router."""
+    spoken: dict[int, list[Any]] = {
+        talk: [{"role": "user", "content": f"mark-s {STORY * 4} talk {talk} " * 2}] for talk in range(6)
+    }
+    limit = asyncio.Semaphore(at_once)
+
+    async def say(talk: int) -> None:
+        messages = spoken[talk]
+        async with limit:
+            answer = await service.http.post("/v1/messages", json={"messages": messages, "max_tokens": 3})
+        assert answer.status_code == 200
+        messages += [{"role": "assistant", "content": answer.json()["content"]}]
+        messages += [{"role": "user", "content": f"more of {talk} " * 3}]
+
+    for _ in range(3):
+        await asyncio.gather(*(say(talk) for talk in spoken))
+    ran = [request.slots[0] for request in service.fake.generations() if request.path == "/v1/messages"]
+    assert sorted(ran) == sorted(report.slot.slot for report in reports_of(service))
+    assert sum(report.cached_tokens + report.processed_tokens for report in reports_of(service)) > 0
+    steered = [request for request in service.fake.generations() if request.path == "/completion"]
+    assert 0 < len(steered) < len(ran)
+    assert service.fake.violations == []
+
+
+def reports_of(service: Service) -> list[Report]:
+    """What was finished, without leases that went back unused."""
+    return [report for report in service.watcher.reports if report.status is Status.OK]
 
 
 @pytest.mark.parametrize("stream", [False, True])

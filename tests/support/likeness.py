@@ -1,0 +1,146 @@
+"""The same request to an engine and through the router: what may differ is taken out, the rest compared."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+if TYPE_CHECKING:
+    import httpx
+
+_IDS = re.compile(rb"(chatcmpl-|resp_|msg_|rs_|fc_|call_)[A-Za-z0-9]+")
+_TIMES = re.compile(rb'"(created|created_at|completed_at|[a-z_]*_ms|[a-z_]*_per_second)":[-0-9.e+]+')
+_SLOT = re.compile(rb'"id_slot":[0-9]+')
+_COUNTS = re.compile(rb'"(cache_n|prompt_n|cached_tokens)":[0-9]+')
+_ADDED = ("x-warmslot-", "x-request-id")
+_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "date"}
+
+SYSTEM = {"role": "system", "content": "You are brief."}
+CHAT: dict[str, Any] = {"messages": [SYSTEM, {"role": "user", "content": "Count."}], "max_tokens": 5}
+PROMPT: dict[str, Any] = {"prompt": "One two three four", "n_predict": 5, "max_tokens": 5}
+SHAPED = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+
+CORPUS: dict[str, tuple[str, str, dict[str, Any] | bytes | None]] = {
+    "chat": ("POST", "/v1/chat/completions", CHAT),
+    "chat-short": ("POST", "/chat/completions", CHAT),
+    "chat-stream": ("POST", "/v1/chat/completions", CHAT | {"stream": True}),
+    "chat-usage": (
+        "POST",
+        "/v1/chat/completions",
+        CHAT | {"stream": True, "stream_options": {"include_usage": True}},
+    ),
+    "chat-progress": ("POST", "/v1/chat/completions", CHAT | {"stream": True, "return_progress": True}),
+    "chat-two": ("POST", "/v1/chat/completions", CHAT | {"n": 2}),
+    "chat-wrong": ("POST", "/v1/chat/completions", {"messages": [{"role": "user"}]}),
+    "completions": ("POST", "/v1/completions", PROMPT),
+    "completions-stream": ("POST", "/v1/completions", PROMPT | {"stream": True}),
+    "completion": ("POST", "/completion", PROMPT),
+    "completion-old": ("POST", "/completions", PROMPT),
+    "completion-stream": ("POST", "/completion", PROMPT | {"stream": True}),
+    "completion-long": ("POST", "/completion", {"prompt": "word " * 3000}),
+    "responses": ("POST", "/v1/responses", {"input": "Count.", "max_output_tokens": 5}),
+    "responses-stream": (
+        "POST",
+        "/v1/responses",
+        {"input": "Count.", "max_output_tokens": 5, "stream": True},
+    ),
+    "responses-wrong": ("POST", "/v1/responses", {}),
+    "messages": ("POST", "/v1/messages", CHAT | {"messages": CHAT["messages"][1:]}),
+    "messages-stream": ("POST", "/v1/messages", CHAT | {"messages": CHAT["messages"][1:], "stream": True}),
+    "messages-wrong": ("POST", "/v1/messages", {}),
+    "tokenize": ("POST", "/tokenize", {"content": "One two"}),
+    "detokenize": ("POST", "/detokenize", {"tokens": [1, 2]}),
+    "apply-template": ("POST", "/apply-template", CHAT),
+    "nowhere": ("GET", "/nowhere", None),
+}
+"""Requests that both engines take, and some that they refuse."""
+
+REAL: dict[str, tuple[str, str, dict[str, Any] | bytes | None]] = {
+    "chat-logprobs": ("POST", "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2}),
+    "chat-shaped": (
+        "POST",
+        "/v1/chat/completions",
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": SHAPED}}},
+    ),
+    "chat-grammar": ("POST", "/v1/chat/completions", CHAT | {"grammar": 'root ::= "yes" | "no"'}),
+    "chat-bad-grammar": ("POST", "/v1/chat/completions", CHAT | {"grammar": "root ::= ("}),
+    "chat-image": (
+        "POST",
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]},
+    ),
+    "chat-audio": (
+        "POST",
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}],
+                }
+            ]
+        },
+    ),
+    "chat-no-cache": ("POST", "/v1/chat/completions", CHAT | {"cache_prompt": False}),
+    "chat-lora": ("POST", "/v1/chat/completions", CHAT | {"lora": []}),
+    "completions-echo": ("POST", "/v1/completions", PROMPT | {"echo": True}),
+    "completions-probs": ("POST", "/v1/completions", PROMPT | {"logprobs": 2}),
+    "completion-probs": ("POST", "/completion", PROMPT | {"n_probs": 2, "stream": True}),
+    "completion-several": ("POST", "/completion", PROMPT | {"prompt": ["One two", "Three four"]}),
+    "completion-tokens": ("POST", "/completion", PROMPT | {"prompt": [1, 2, 3, 4], "return_tokens": True}),
+    "completion-mixed": ("POST", "/completion", PROMPT | {"prompt": [1, "two three", 4]}),
+    "infill": ("POST", "/infill", {"input_prefix": "def f(", "input_suffix": "return", "n_predict": 3}),
+    "embeddings": ("POST", "/v1/embeddings", {"input": "One"}),
+    "rerank": ("POST", "/v1/rerank", {"query": "a", "documents": ["b"]}),
+    "count": ("POST", "/v1/messages/count_tokens", CHAT | {"messages": CHAT["messages"][1:]}),
+    "count-responses": ("POST", "/v1/responses/input_tokens", {"input": "Count."}),
+    "lora": ("GET", "/lora-adapters", None),
+    "tokenize-pieces": ("POST", "/tokenize", {"content": "One", "with_pieces": True, "add_special": True}),
+}
+"""More, which the fake engine does not know."""
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """What an answer is, less what may differ."""
+
+    status: int
+    headers: list[tuple[str, str]]
+    pieces: list[bytes]
+
+
+async def ask(http: httpx.AsyncClient, url: str, request: tuple[str, str, Any]) -> Likeness:
+    """One exchange. Greedy, so that equal prompts have equal answers."""
+    method, path, body = request
+    content = body
+    if isinstance(body, dict):
+        greedy = {"temperature": 0, "seed": 1} if body.keys() & {"messages", "prompt", "input"} else {}
+        content = orjson.dumps(body | greedy)
+    headers = {"connection": "close"}  # the engine closes after a stream, whatever it announced
+    if content is not None:
+        headers["content-type"] = "application/json"
+    answer = await http.request(method, url + path, content=content, headers=headers)
+    kept = [
+        (name, value)
+        for name, value in answer.headers.multi_items()
+        if not name.startswith(_ADDED) and name not in _CONNECTION
+    ]
+    data = _SLOT.sub(b'"id_slot":0', _TIMES.sub(rb'"\1":0', _IDS.sub(rb"\1", answer.content)))
+    if isinstance(body, dict) and ("n" in body or isinstance(body.get("prompt"), list)):
+        # Which slots several prompts take is the engine's choice: the next such request may start anew.
+        data = _COUNTS.sub(rb'"\1":0', data)
+    streams = answer.headers["content-type"].startswith("text/event-stream")
+    return Likeness(answer.status_code, kept, data.split(b"\n\n") if streams else [data])
+
+
+async def both(
+    http: httpx.AsyncClient, engine: str, router: str, request: tuple[str, str, Any]
+) -> tuple[Likeness, Likeness]:
+    """From the engine itself and through the router, each asked twice: then both find the prompt computed."""
+    await ask(http, engine, request)
+    direct = await ask(http, engine, request)
+    await ask(http, router, request)
+    return direct, await ask(http, router, request)
