@@ -85,8 +85,8 @@ def ratio(part: str, whole: str) -> str:
 
 
 def quantile(q: float, name: str, *by: str) -> str:
-    """A quantile of a histogram over the requests of the last moments."""
-    return f"histogram_quantile({q:g}, {total(rate(f'{name}_bucket'), *by, 'le')})"
+    """A quantile of a histogram over the requests of the last moments; no value while there are none."""
+    return f"histogram_quantile({q:g}, {total(rate(f'{name}_bucket'), *by, 'le')}) >= 0"
 
 
 def padded(vector: str, label: str) -> str:

@@ -112,7 +112,7 @@ REUSE = Row(
             stacked=True,
         ),
         Panel(
-            "Why prompt tokens were computed again",
+            "Why prompt tokens were computed",
             "new: never seen before. evicted: was resident, overwritten. busy: resident in a slot that was in"
             " use. diverged: the conversation's own past changed. restarted: the engine was. engine: it was"
             " resident, yet the engine did not reuse it.",

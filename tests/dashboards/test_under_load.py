@@ -75,7 +75,7 @@ def from_reports(reports: list[Report]) -> dict[str, Shown]:
         "Reuse by slot count over time": {"observed": reuse},
         "Prompt tokens: cached and processed": {"cached": cached / WINDOW, "processed": processed / WINDOW},
         "Reuse: predicted and observed": {"predicted": predicted / WINDOW, "observed": cached / WINDOW},
-        "Why prompt tokens were computed again": {
+        "Why prompt tokens were computed": {
             why: sum(one.losses.get(why, 0) for one in reports) / WINDOW for why in Loss
         },
         "Routing decisions": {why: sum(one.decision is why for one in reports) / WINDOW for why in Decision},

@@ -77,7 +77,7 @@ async def test_what_it_shows_equals_metrics(browser: Any, busy: Service) -> None
         predicted = sample(text, "warmslot_predicted_reuse_tokens_total")
         assert cached > 0
         assert number(shown["Reuse"]) == pytest.approx(100 * cached / (cached + processed), abs=0.06)
-        assert number(shown["Observed / predicted"]) == pytest.approx(100 * cached / predicted, abs=0.06)
+        assert number(shown["Prediction met"]) == pytest.approx(100 * cached / predicted, abs=0.06)
         assert number(shown["Running now"]) == sample(text, "warmslot_inflight_requests") == 6
         assert number(shown["Waiting now"]) == sample(text, "warmslot_queue_requests") == 2
         for backend in ("b0", "b1"):
