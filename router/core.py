@@ -129,6 +129,8 @@ class RouterCore:
             pool.residency.remove(ref)
         for active in state.active.values():
             active.wiped = True
+        if not pool.backends:
+            pool.shadow.forget()
 
     def backend_admit(self, backend: str, admit: bool) -> None:
         """Stop or resume giving leases on a backend; raises KeyError for one that is not up."""
@@ -214,8 +216,11 @@ class RouterCore:
         )
         tokens = cached + processed + outcome.output_tokens if told else None
         pool.sessions.release(waiting.session, now, tokens)
+        shadow: dict[str, int] = {}
         if self._backends.get(backend.name) is backend:
             self._settle(pool, active, outcome, now)
+            if told and outcome.status is not Status.ERROR:
+                shadow = pool.imagine(active, outcome)
         return Report(
             request=lease.request,
             slot=outcome.slot or lease.slot,
@@ -237,6 +242,7 @@ class RouterCore:
             ),
             truth_missing=not told,
             session=waiting.session.removeprefix("="),
+            shadow=shadow,
         )
 
     def observe(self, backend: str, slots: Sequence[SlotObservation], now: float) -> None:

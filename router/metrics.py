@@ -361,6 +361,8 @@ class Metrics:
         self.length.labels(backend).observe(report.cached_tokens + report.processed_tokens)
         for reason, tokens in report.losses.items():
             self.recomputed.labels(backend, reason).inc(tokens)
+        for slots, tokens in report.shadow.items():
+            self.shadow.labels(request.pool, slots).inc(tokens)
         self.prefill_seconds.labels(backend).inc(outcome.prefill_seconds)
         curve, cached = self._curves[backend], report.cached_tokens
         if report.processed_tokens:

@@ -17,13 +17,14 @@ from .rates import Rates
 from .residency import Residency
 from .scheduler import CoreSettings, Pick, Waiting, in_flight_limit
 from .sessions import Sessions
+from .shadow import Served, Shadow
 from .values import BLOCK, Loss, SlotRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from .residency import Context
-    from .values import Lease, Request
+    from .values import Lease, Outcome, Request
 
 _ROLLBACK_MEMORY = 0.7
 _CUT_BYTES = 64
@@ -121,6 +122,7 @@ class Pool:
         self.residency = Residency()
         self.history = History()
         self.sessions = Sessions()
+        self.shadow = Shadow()
         self.waiting: dict[str, Waiting] = {}
         self.wake: float | None = None
         """When to pick again though nothing happens, as of the last pick."""
@@ -347,6 +349,26 @@ class Pool:
         slot.session, slot.last_used = contents.session, now
         self.history.restored(contents.context)
         self.residency.hold(ref, contents.context, known=True, unverified=True)
+
+    # What would be with other slot counts
+
+    def imagine(self, active: Active, outcome: Outcome) -> dict[str, int]:
+        """Let the imagined slots serve a request that a real slot has just served."""
+        request, waiting = active.lease.request, active.waiting
+        ref = outcome.slot or active.lease.slot
+        context = self.residency.slots[ref].held if ref in self.residency.slots else None
+        if context is None or request.slots > 1 or not request.keeps_prefix:
+            return {}
+        tokens = (outcome.cached_tokens or 0) + (outcome.processed_tokens or 0)
+        ask = Ask(
+            request=request.id,
+            session=waiting.session,
+            prompt_tokens=tokens,
+            rollback_chance=self.sessions.tail_chance,
+            turns=self.sessions.turns_ahead(),
+        )
+        served = Served(request.prompt, tokens, context, waiting.session, active.backend.rollback)
+        return self.shadow.serve(served, active.backend.rates, ask, self.sessions.chance)
 
     # What was lost
 

@@ -226,6 +226,8 @@ class Report:
     losses: dict[Loss, int] = field(default_factory=dict)
     truth_missing: bool = False
     session: str = ""
+    shadow: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens that would have been reused with other slot counts (see :mod:`.shadow`)."""
 
 
 @dataclass(frozen=True, slots=True)
