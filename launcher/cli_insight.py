@@ -42,6 +42,7 @@ def add_to(app: typer.Typer) -> None:
     app.command()(report)
     app.command()(explain)
     app.command()(check)
+    app.command()(advise)
     app.add_typer(journal_app, name="journal")
 
 
@@ -114,6 +115,38 @@ def explain(
         _print_json(explaining.as_json(found))
     else:
         explaining.show(_console(), found)
+
+
+def advise(
+    journal: JournalFile,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=256,
+            help="Tokens that all slots may hold together; else what they hold now.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """How many slots, and how many requests at once, from what a journal has measured."""
+    from warmslot.router.journal import JournalError
+
+    from . import advise_show
+    from .advise import AdviceError
+    from .advise import advise as find
+
+    with _steps() as progress:
+        try:
+            advice, reading = find(journal, kv_tokens=kv_tokens, progress=progress)
+        except (JournalError, AdviceError) as error:
+            _fail(str(error))
+    if as_json:
+        _print_json(advise_show.as_json(advice))
+    else:
+        advise_show.show(_console(), advice)
+    if reading.skipped:
+        typer.echo(f"{reading.skipped} lines were skipped, the first: {reading.why}", err=True)
 
 
 def check(
@@ -297,6 +330,33 @@ def _progress(what: str) -> AbstractContextManager[Callable[[int], None]]:
             yield lambda count: status.update(f"{what} … {count:,} lines")
 
     return counting()
+
+
+def _steps() -> AbstractContextManager[Callable[[str, int, int], None]]:
+    """Shows what is being done and how far it is: a bar on a terminal, a line for each step elsewhere."""
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    @contextmanager
+    def stepping() -> Iterator[Callable[[str, int, int], None]]:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", total=None)
+            said = set[str]()
+
+            def tell(what: str, done: int, total: int) -> None:
+                bar.update(task, description=what, completed=done, total=total or None)
+                if what not in said:
+                    said.add(what)
+                    if not console.is_terminal:
+                        typer.echo(what, err=True)
+
+            yield tell
+
+    return stepping()
 
 
 def _moment(text: str | None, option: str) -> float | None:

@@ -1,0 +1,388 @@
+"""``warmslot advise``: how many slots, and how many at once, from what a journal has measured.
+
+Every candidate serves the journal's load once more on a modelled engine with the backend's own rates, through
+the code that really routes. How far that is to be trusted is tested on the journal itself: the setup that it
+was recorded under is forecast too, and compared with what was observed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, Literal
+
+from warmslot.router.journal import Reading, read
+from warmslot.router.records import BackendChange, Record
+
+from .forecast import Forecast, Setup, forecast
+from .load import Load, load_of
+from .speeds import Speeds, speeds_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from warmslot.router.scheduler import InFlight
+
+LEAST_REQUESTS: Final = 30
+LEAST_RETURNS: Final = 10
+"""Calls that came back to a conversation: reuse is about these."""
+
+SLOTS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+WORK: Final = 8_000
+"""Requests that are served in all forecasts together; of a longer journal the busiest stretch is taken."""
+
+_FORECASTS: Final = 20
+_EQUAL: Final = 0.02
+"""Results that differ by less are taken for equal; then the smaller setup wins."""
+
+_GRAIN: Final = 256
+"""Contexts are rounded up to this many tokens."""
+
+_REUSE_WITHIN, _TIME_WITHIN = 0.03, 0.15
+_MANY_REQUESTS, _MANY_SESSIONS = 200, 10
+_REFINED: Final = 3
+
+Confidence = Literal["high", "medium", "low"]
+
+
+class AdviceError(Exception):
+    """There is nothing to advise on; the message says what is missing and how much is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The part of a journal that is forecast, and what is known of its backend."""
+
+    records: list[Record]
+    whole: int
+    """Requests in the journal."""
+    slots: int
+    context: int
+    """Of the backend as the journal tells; 0 where it does not."""
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The setup that the journal was recorded under: observed, and forecast."""
+
+    forecast: Forecast
+    reuse: float
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        """Whether the forecast agrees with what was observed."""
+        return (
+            abs(self.forecast.reuse - self.reuse) <= _REUSE_WITHIN
+            and abs(self.forecast.makespan - self.seconds) <= _TIME_WITHIN * self.seconds
+        )
+
+
+@dataclass(slots=True)
+class Advice:
+    """The recommendation with all that it rests on."""
+
+    stretch: Stretch
+    load: Load
+    speeds: Speeds
+    best: Forecast
+    candidates: list[Forecast]
+    recorded: Recorded | None
+    alone: Forecast
+    """The engine by itself at its best slot count."""
+    confidence: Confidence
+    doubts: list[str] = field(default_factory=list)
+    """Why the confidence is not higher."""
+    changes: list[str] = field(default_factory=list)
+    """What would change the recommendation."""
+    unfit: list[int] = field(default_factory=list)
+    """Slot counts that the budget of KV tokens rules out."""
+
+
+def stretch(path: Path, limit: int, progress: Callable[[str, int, int], None]) -> tuple[Stretch, Reading]:
+    """The busiest ``limit`` requests in a row of a journal. Raises JournalError and AdviceError.
+
+    It is read twice, so that only those are ever in memory.
+    """
+    times: list[tuple[float, int]] = []
+    shape: dict[str, tuple[int, int]] = {}
+    reading = Reading()
+    for number, entry in enumerate(read(path, reading)):
+        if number % 1000 == 0:
+            progress("reading", number, 0)
+        if isinstance(entry, BackendChange) and entry.up:
+            shape[entry.backend] = entry.slots, entry.context
+        elif isinstance(entry, Record) and _usable(entry):
+            times.append((entry.time, entry.prompt_tokens + entry.output_tokens))
+    records = _records(
+        path, *_busiest(times, limit), lambda done: progress("reading again", done, reading.lines)
+    )
+    names = Counter(one.backend for one in records)
+    backend = names.most_common(1)[0][0] if names else ""
+    slots, context = shape.get(backend, (0, 0))
+    return Stretch([r for r in records if r.backend == backend], len(times), slots, context, backend), reading
+
+
+def _records(path: Path, first: int, last: int, progress: Callable[[int], None]) -> list[Record]:
+    """The usable requests from number ``first`` up to ``last``."""
+    records: list[Record] = []
+    place = 0
+    for number, entry in enumerate(read(path) if last > first else ()):
+        if number % 1000 == 0:
+            progress(number)
+        if isinstance(entry, Record) and _usable(entry):
+            if place >= first:
+                records.append(replace(entry, candidates=(), text=None))
+            place += 1
+            if place == last:
+                break
+    return records
+
+
+def _usable(record: Record) -> bool:
+    return record.cached_tokens is not None and record.status == "ok" and record.slots == 1
+
+
+def _busiest(times: Sequence[tuple[float, int]], limit: int) -> tuple[int, int]:
+    """The ``limit`` requests in a row with the most tokens in the least time."""
+    if len(times) <= limit:
+        return 0, len(times)
+    sums = [0]
+    for _, tokens in times:
+        sums.append(sums[-1] + tokens)
+    step = max(1, limit // 8)
+    starts = range(0, len(times) - limit + 1, step)
+    best = max(
+        starts,
+        key=lambda at: (sums[at + limit] - sums[at]) / max(1.0, times[at + limit - 1][0] - times[at][0]),
+    )
+    return best, best + limit
+
+
+def advise(
+    path: Path, *, kv_tokens: int | None, progress: Callable[[str, int, int], None]
+) -> tuple[Advice, Reading]:
+    """Advice from a journal. ``kv_tokens``: what all slots together may hold; else what they hold now.
+
+    Raises :class:`AdviceError`, :class:`~warmslot.router.journal.JournalError`.
+    """
+    part, reading = stretch(path, WORK // _FORECASTS, progress)
+    return advise_on(part, kv_tokens=kv_tokens, progress=progress), reading
+
+
+def advise_on(part: Stretch, *, kv_tokens: int | None, progress: Callable[[str, int, int], None]) -> Advice:
+    """Advice from a stretch of a journal. Raises :class:`AdviceError`."""
+    load = load_of(part.records)
+    _enough(part, load)
+    speeds = speeds_of(part.records)
+    if speeds is None:
+        raise AdviceError("the journal has no timings of prefill and decode, so no time can be foretold")
+    budget = kv_tokens or (part.slots * part.context)
+    need = -(-load.longest // _GRAIN) * _GRAIN
+    counts, unfit = _counts(load, need, budget)
+    if not counts:
+        raise AdviceError(
+            f"the longest request needs {need} tokens of context, more than all {budget} tokens of KV: "
+            "give --kv-tokens"
+        )
+    runs = _Runs(load, speeds, part.context or need, need, budget, progress)
+    candidates = [runs.run(count, way) for count in counts for way in _ways(count, ("serialize", "slots"))]
+    for forecast_ in sorted(candidates, key=_rank)[:_REFINED]:
+        count = forecast_.setup.slots
+        candidates += [runs.run(count, way) for way in _ways(count, ("pair", "auto"))]
+    candidates = list({(one.setup.slots, one.setup.in_flight): one for one in candidates}.values())
+    best = choose(candidates)
+    alone = min((runs.run(count, "slots", queue="engine") for count in counts), key=_rank)
+    recorded = _recorded(part, runs)
+    advice = Advice(part, load, speeds, best, candidates, recorded, alone, "high", unfit=unfit)
+    advice.doubts = list(_doubts(advice))
+    serious = sum(one.startswith("!") for one in advice.doubts)
+    advice.confidence = "low" if serious else "medium" if advice.doubts else "high"
+    advice.doubts = [one.removeprefix("!") for one in advice.doubts]
+    advice.changes = _changes(advice, runs)
+    return advice
+
+
+def _enough(part: Stretch, load: Load) -> None:
+    requests = len(load.jobs)
+    if requests < LEAST_REQUESTS or load.returns < LEAST_RETURNS:
+        raise AdviceError(
+            f"too little data: {requests} finished requests with timings, of which {load.returns} came back "
+            f"to a conversation; needed are at least {LEAST_REQUESTS} and {LEAST_RETURNS}. "
+            f"({part.whole} requests in the journal can be used.)"
+        )
+
+
+def _counts(load: Load, need: int, budget: int) -> tuple[list[int], list[int]]:
+    live = load.live()
+    most = next((count for count in SLOTS if count >= live), SLOTS[-1])
+    wanted = [count for count in SLOTS if count <= most]
+    if not budget:
+        return wanted, []
+    fit = [count for count in wanted if count * need <= budget]
+    return fit, [count for count in wanted if count not in fit]
+
+
+def _ways(count: int, names: Sequence[InFlight]) -> list[InFlight]:
+    """Ways to run so many slots that differ from each other."""
+    if count == 1:
+        return ["serialize"] if "serialize" in names else []
+    return [name for name in names if not (name == "pair" and count == 2)]  # noqa: PLR2004  # as "slots"
+
+
+class _Runs:
+    """Makes forecasts, each once, and says how far it is."""
+
+    def __init__(  # noqa: PLR0917  # what all forecasts share
+        self,
+        load: Load,
+        speeds: Speeds,
+        now: int,
+        need: int,
+        budget: int,
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        self.load, self.speeds = load, speeds
+        self._now, self._need, self._budget = now, need, budget
+        self._progress = progress
+        self._done: dict[Setup, Forecast] = {}
+
+    def context(self, slots: int) -> int:
+        """Tokens of each of so many slots: as now, if they fit the budget, and never less than needed."""
+        fits = self._budget // slots // _GRAIN * _GRAIN if self._budget else self._now
+        return max(self._need, min(self._now, fits))
+
+    def run(
+        self,
+        slots: int,
+        in_flight: InFlight,
+        *,
+        queue: Literal["reuse", "engine"] = "reuse",
+        speeds: Speeds | None = None,
+    ) -> Forecast:
+        """One forecast."""
+        setup = Setup(slots, self.context(slots), in_flight, queue)
+        if speeds is None and setup in self._done:
+            return self._done[setup]
+        name = f"{slots} slots, {in_flight}" + (", engine alone" if queue == "engine" else "")
+
+        def tell(done: int) -> None:
+            if done % 50 == 0:
+                self._progress(name, done, len(self.load.jobs))
+
+        made = forecast(self.load, speeds or self.speeds, setup, tell)
+        if speeds is None:
+            self._done[setup] = made
+        return made
+
+
+def _rank(one: Forecast) -> tuple[float, float]:
+    return one.makespan, one.mean_seconds
+
+
+def choose(candidates: Sequence[Forecast]) -> Forecast:
+    """The fastest; among as good as equal ones that with the quickest answers, then the smallest."""
+    fastest = min(one.makespan for one in candidates)
+    equal = [one for one in candidates if one.makespan <= fastest * (1 + _EQUAL)]
+    quickest = min(one.mean_seconds for one in equal)
+    good = [one for one in equal if one.mean_seconds <= quickest * (1 + _EQUAL)]
+    order = {"serialize": 0, "pair": 1, "slots": 2, "auto": 3}
+    return min(good, key=lambda one: (one.setup.slots, order[one.setup.in_flight]))
+
+
+def _recorded(part: Stretch, runs: _Runs) -> Recorded | None:
+    if not part.slots:
+        return None
+    records = part.records
+    most = max(one.in_flight for one in records)
+    way: InFlight = "serialize" if most == 1 else "pair" if most == 2 and part.slots > 2 else "slots"  # noqa: PLR2004
+    unrouted = sum(one.decision == "unpinned" for one in records) * 2 > len(records)
+    forecast_ = runs.run(part.slots, way, queue="engine" if unrouted else "reuse")
+    counted = [job for job in runs.load.jobs if job.counted]
+    prompt = sum(job.prompt_tokens for job in counted)
+    cached = sum(job.recorded_cached for job in counted)
+    return Recorded(forecast_, cached / max(1, prompt), runs.load.seconds)
+
+
+def _doubts(advice: Advice) -> list[str]:
+    """Reasons for less confidence; serious ones begin with ``!``."""
+    load, best, doubts = advice.load, advice.best, []
+    if len(load.jobs) < _MANY_REQUESTS or load.sessions < _MANY_SESSIONS:
+        doubts.append(
+            f"only {len(load.jobs)} requests of {load.sessions} conversations "
+            f"({_MANY_REQUESTS} of {_MANY_SESSIONS} would do)"
+        )
+    if (
+        best.setup.slots > 1
+        and best.setup.in_flight != "serialize"
+        and max(advice.speeds.seen, default=1) == 1
+    ):
+        doubts.append(
+            "!the journal never saw two answers decode at once, so what sharing gains is assumed "
+            "('warmslot check' measures it)"
+        )
+    guessed = sum(one.guessed for one in advice.stretch.records)
+    if guessed * 5 > len(load.jobs):
+        doubts.append(f"!which conversation {guessed} requests continue was guessed from an engine's log")
+    if advice.recorded is None:
+        doubts.append(
+            "the journal does not tell the slot count it was recorded with, so nothing checks the model"
+        )
+    elif not advice.recorded.good:
+        one = advice.recorded
+        doubts.append(
+            f"!for the setup that was recorded the model foretells {one.forecast.reuse:.1%} reuse in "
+            f"{one.forecast.makespan:,.0f} s, observed were {one.reuse:.1%} in {one.seconds:,.0f} s"
+        )
+    return doubts
+
+
+def _changes(advice: Advice, runs: _Runs) -> list[str]:
+    """What would lead to another recommendation, tried out where it can be."""
+    best, load, speeds = advice.best, advice.load, advice.speeds
+    live = load.live()
+    changes = [f"more than {max(live, best.setup.slots)} conversations at once (there were {live})"]
+    if advice.unfit:
+        changes.append(
+            f"more memory: {', '.join(map(str, advice.unfit))} slots of {runs.context(advice.unfit[0])} "
+            "tokens do not fit the KV tokens that there are now (--kv-tokens says how many there may be)"
+        )
+    near = sorted({one.setup.slots for one in advice.candidates}, key=lambda n: abs(n - best.setup.slots))[:3]
+    trials = (
+        ("answers gained nothing from decoding together", _flat(speeds)),
+        ("answers decoding together gained half as much again", _steeper(speeds)),
+    )
+    for words, other in trials:
+        again = choose(
+            [runs.run(n, way, speeds=other) for n in near for way in _ways(n, ("serialize", "slots"))]
+        )
+        if (again.setup.slots, again.setup.in_flight) != (best.setup.slots, best.setup.in_flight):
+            changes.append(f"if {words}: {again.setup.slots} slots, {again.setup.in_flight}")
+    return changes
+
+
+def _flat(speeds: Speeds) -> Speeds:
+    return replace(speeds, decode=dict.fromkeys(speeds.decode, speeds.decode[1]))
+
+
+def _steeper(speeds: Speeds) -> Speeds:
+    alone = speeds.decode[1]
+    return replace(speeds, decode={n: alone + 1.5 * (rate - alone) for n, rate in speeds.decode.items()})
+
+
+def slots_for(levels: Sequence[tuple[int, int]], *, within: float = 0.01) -> int:
+    """The fewest slots whose reuse is within ``within`` of what the most slots reach.
+
+    ``levels``: slot count and tokens that were (or would have been) reused with it, ascending. For the live
+    gauge, where no load can be replayed.
+    """
+    if not levels:
+        return 0
+    most = levels[-1][1]
+    values = [tokens for _, tokens in levels]
+    at = bisect_right(values, most * (1 - within) - 1e-9)
+    return levels[min(at, len(levels) - 1)][0]

@@ -1,0 +1,209 @@
+"""Advice for people and programs: the table, the reason, flags, the piece of configuration, JSON. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from .report import duration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .advise import Advice
+    from .forecast import Forecast
+
+
+def show(console: Console, advice: Advice) -> None:
+    """Print everything."""
+    part, load = advice.stretch, advice.load
+    which = (
+        f"the busiest {len(load.jobs)} of {part.whole}" if part.whole > len(part.records) else len(load.jobs)
+    )
+    console.print(
+        f"{which} requests of {load.sessions} conversations on backend {part.backend}, "
+        f"up to {load.live()} of them at once; the longest needs {load.longest:,} tokens.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    console.print(_rates(advice), soft_wrap=True, highlight=False)
+    console.print(_table(advice))
+    console.print(f"[bold]Advice: {headline(advice)}[/bold]", soft_wrap=True, highlight=False)
+    console.print(reason(advice), soft_wrap=True, highlight=False)
+    doubts = f": {'; '.join(advice.doubts)}" if advice.doubts else ""
+    console.print(f"Confidence: {advice.confidence}{doubts}.", soft_wrap=True, highlight=False)
+    console.print(f"It would change with: {'; '.join(advice.changes)}.", soft_wrap=True, highlight=False)
+    console.print(
+        f"\nllama-server flags:\n  {flags(advice)}\nConfiguration:", soft_wrap=True, highlight=False
+    )
+    console.print(patch(advice), soft_wrap=True, highlight=False)
+
+
+def headline(advice: Advice) -> str:
+    """The recommendation in a few words."""
+    setup = advice.best.setup
+    return f"--parallel {setup.slots}, {_way(advice.best)}, {setup.context:,} tokens of context in each slot"
+
+
+def _way(one: Forecast) -> str:
+    words = {
+        "serialize": "one at a time",
+        "pair": "two at a time",
+        "slots": f"all {one.setup.slots} at a time",
+        "auto": "as many at a time as pays (auto)",
+    }
+    return words[one.setup.in_flight]
+
+
+def _rates(advice: Advice) -> str:
+    speeds = advice.speeds
+    levels = ", ".join(f"{level} at once {speeds.decode[level]:.1f}" for level in sorted(speeds.seen)[:6])
+    first = speeds.prefill_seconds(0, 1024)
+    there = advice.load.longest
+    late = speeds.prefill_seconds(max(0, there - 1024), there)
+    return (
+        f"Measured rates in tokens/s: prefill {1024 / first if first else 0:,.0f} at the beginning, "
+        f"{1024 / late if late else 0:,.0f} at {there:,}; decode {levels}; "
+        f"{speeds.overhead * 1000:.0f} ms more for each request."
+    )
+
+
+def _table(advice: Advice) -> Table:
+    table = Table(title="The same load, foretold", title_justify="left", header_style="bold")
+    table.add_column("slots", justify="right")
+    table.add_column("at once")
+    for name in (
+        "reuse",
+        "prefill",
+        "decode",
+        "makespan",
+        "TTFT p50",
+        "TTFT p95",
+        "longest wait",
+        "KV tokens",
+    ):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for one in sorted(advice.candidates, key=lambda one: (one.setup.slots, one.makespan)):
+        table.add_row(*_row(one, "advised" if one is advice.best else ""))
+    table.add_section()
+    table.add_row(*_row(advice.alone, "the engine alone, at its best"))
+    if advice.recorded is not None:
+        table.add_row(*_row(advice.recorded.forecast, "as recorded, foretold"))
+        table.add_row(
+            *("", "", f"{advice.recorded.reuse:.1%}", "", "", f"{advice.recorded.seconds:,.1f} s"),
+            *("", "", "", "", "as recorded, observed"),
+        )
+    return table
+
+
+def _row(one: Forecast, note: str) -> list[str]:
+    return [
+        str(one.setup.slots),
+        one.setup.in_flight,
+        f"{one.reuse:.1%}",
+        *(f"{seconds:,.1f} s" for seconds in (one.prefill_seconds, one.decode_seconds, one.makespan)),
+        *(f"{seconds:,.2f} s" for seconds in (one.ttft_p50, one.ttft_p95, one.longest_wait)),
+        f"{one.setup.slots * one.setup.context:,}",
+        note,
+    ]
+
+
+def reason(advice: Advice) -> str:
+    """Why, in one paragraph."""
+    best, live = advice.best, advice.load.live()
+    setup = best.setup
+    if live == 1:
+        text = (
+            "One conversation at a time was under way, so one slot keeps all that can be kept: more slots "
+            "would hold contexts that nobody comes back to."
+        )
+    elif setup.slots >= live:
+        text = f"{live} conversations were under way at once, and {setup.slots} slots keep all of them warm."
+    else:
+        text = (
+            f"{live} conversations were under way at once; {setup.slots} slots keep enough of them warm, "
+            "since the order in which requests are served spares what is dear to compute again."
+        )
+    text += (
+        f" {best.reuse:.1%} of the prompt tokens would be reused, which leaves "
+        f"{duration(best.prefill_seconds)} of prefill, and the load would take {duration(best.makespan)}"
+    )
+    others = [one for one in advice.candidates if one.setup.slots != setup.slots]
+    if others:
+        other = min(others, key=lambda one: one.makespan)
+        text += (
+            f"; the next best slot count, {other.setup.slots}, would take {duration(other.makespan)} "
+            f"at {other.reuse:.1%}"
+        )
+    text += (
+        f". The engine by itself would take {duration(advice.alone.makespan)} at its best "
+        f"({advice.alone.setup.slots} slots, {advice.alone.reuse:.1%})."
+    )
+    same = [one for one in advice.candidates if one.setup.slots == setup.slots and one is not best]
+    if setup.slots > 1 and same:
+        worst = max(same, key=lambda one: one.makespan)
+        text += (
+            f" {_way(best).capitalize()} beats {_way(worst)} by {duration(worst.makespan - best.makespan)}."
+        )
+    return text
+
+
+def flags(advice: Advice) -> str:
+    """The flags of a llama-server that keeps to the advice."""
+    setup = advice.best.setup
+    size = f"-np {setup.slots} -c {setup.slots * setup.context}"
+    return f"{size} --no-kv-unified --no-cache-idle-slots --cache-ram 0"
+
+
+def patch(advice: Advice) -> str:
+    """The settings to change in a configuration file."""
+    setup = advice.best.setup
+    return (
+        "  pools:\n"
+        f"    - scheduling: {{in_flight: {setup.in_flight}}}\n"
+        "      backends:\n"
+        f"        - name: {advice.stretch.backend}\n"
+        f"          slots: {setup.slots}\n"
+        f"          context: {setup.context}"
+    )
+
+
+def as_json(advice: Advice) -> dict[str, Any]:
+    """Everything as plain values."""
+    return {
+        "backend": advice.stretch.backend,
+        "requests": len(advice.load.jobs),
+        "requests_in_journal": advice.stretch.whole,
+        "sessions": advice.load.sessions,
+        "live": advice.load.live(),
+        "longest_tokens": advice.load.longest,
+        "advice": _forecast_json(advice.best),
+        "flags": flags(advice),
+        "reason": reason(advice),
+        "confidence": advice.confidence,
+        "doubts": advice.doubts,
+        "would_change": advice.changes,
+        "candidates": [_forecast_json(one) for one in advice.candidates],
+        "engine_alone": _forecast_json(advice.alone),
+        "recorded": None
+        if advice.recorded is None
+        else {
+            "observed_reuse": advice.recorded.reuse,
+            "observed_seconds": advice.recorded.seconds,
+            "forecast": _forecast_json(advice.recorded.forecast),
+            "agrees": advice.recorded.good,
+        },
+        "rates": {
+            "decode_tokens_per_second": {str(n): advice.speeds.decode[n] for n in sorted(advice.speeds.seen)},
+            "overhead_seconds": advice.speeds.overhead,
+        },
+    }
+
+
+def _forecast_json(one: Forecast) -> dict[str, Any]:
+    values = asdict(one)
+    setup = values.pop("setup")
+    return {**setup, **values, "reuse": one.reuse, "kv_tokens": one.setup.slots * one.setup.context}

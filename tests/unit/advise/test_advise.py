@@ -1,0 +1,173 @@
+"""Advice from journals whose truth is known: they were made by serving a load on a backend of known rates."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+from warmslot.launcher.advise import AdviceError, advise, choose, slots_for
+from warmslot.launcher.cli import app
+from warmslot.launcher.forecast import Forecast, Setup, forecast
+from warmslot.launcher.load import load_of
+from warmslot.launcher.speeds import speeds_of
+from warmslot.router.records import Record
+
+from tests.support import agents, field_note
+from tests.support.journals import write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from warmslot.launcher.advise import Advice
+    from warmslot.launcher.load import Load
+
+RATES = agents.speeds()
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    del what, done, total
+
+
+def recorded(load: Load, setup: Setup) -> list[Record]:
+    return [one for one in agents.journal(load, RATES, setup) if isinstance(one, Record)]
+
+
+def advice(folder: Path, load: Load, setup: Setup, **more: Any) -> Advice:
+    path = write(folder / "journal.jsonl", agents.journal(load, RATES, setup))
+    return advise(path, kv_tokens=more.get("kv_tokens"), progress=quiet)[0]
+
+
+@pytest.mark.parametrize(
+    ("workers", "setup"),
+    [(3, Setup(4, 8192, "slots")), (6, Setup(2, 8192, "slots", "engine")), (1, Setup(4, 8192, "serialize"))],
+    ids=["fewer than slots", "more than slots", "one after the other"],
+)
+def test_the_advised_slots_are_best_on_the_backend_that_the_journal_is_of(
+    tmp_path: Path, workers: int, setup: Setup
+) -> None:
+    load = agents.load(workers, workers * 2 + 8, turns=8, seed=workers)
+    found = advice(tmp_path, load, setup, kv_tokens=1 << 20)
+    truth = {
+        (one.setup.slots, one.setup.in_flight): forecast(load, RATES, one.setup).makespan
+        for one in found.candidates
+    }
+    best = truth[found.best.setup.slots, found.best.setup.in_flight]
+    assert best <= min(truth.values()) * 1.05
+
+
+def test_what_was_recorded_is_foretold(tmp_path: Path) -> None:
+    found = advice(tmp_path, agents.load(6, 18), Setup(4, 8192, "slots", "engine"))
+    assert found.recorded is not None
+    assert found.recorded.forecast.reuse == pytest.approx(found.recorded.reuse, abs=0.03)
+    assert found.recorded.forecast.makespan == pytest.approx(found.recorded.seconds, rel=0.15)
+    assert found.recorded.good
+
+
+def test_sequential_traffic_gets_one_slot_and_the_reason(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "j.jsonl",
+        agents.journal(agents.load(1, 8, turns=8), RATES, Setup(4, 8192, "serialize", "engine")),
+    )
+    result = CliRunner().invoke(app, ["advise", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "Advice: --parallel 1, one at a time" in result.output
+    assert "One conversation at a time was under way" in result.output
+    assert "-np 1 -c 8192 --no-kv-unified" in result.output
+    assert "slots: 1" in result.output
+
+
+def test_slots_that_do_not_fit_are_not_advised(tmp_path: Path) -> None:
+    found = advice(tmp_path, agents.load(6, 12, turns=5), Setup(2, 4096, "slots", "engine"))
+    assert found.unfit
+    assert found.best.setup.slots * found.best.setup.context <= 2 * 4096
+    assert any("do not fit" in change for change in found.changes)
+
+
+def test_the_field_notes_one_slot_window_is_advised_one_slot(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.jsonl", field_note.one_slot().entries)
+    found, _ = advise(path, kv_tokens=1 << 20, progress=quiet)
+    assert found.best.setup.slots == 1
+    assert found.best.reuse == pytest.approx(0.867, abs=0.01)
+
+
+def test_the_field_notes_four_slot_window_is_advised_what_keeps_its_conversations(tmp_path: Path) -> None:
+    path = write(tmp_path / "four.jsonl", field_note.four_slots().entries)
+    found, _ = advise(path, kv_tokens=1 << 20, progress=quiet)
+    assert found.load.sessions == 8
+    assert found.best.reuse > 0.8
+    assert found.best.setup.slots >= 4
+    assert found.recorded is not None
+    assert found.recorded.reuse == pytest.approx(0.012, abs=0.001)
+    assert found.best.prefill_seconds < found.recorded.forecast.prefill_seconds / 2
+
+
+def test_too_little_data_says_how_much_is_needed(tmp_path: Path) -> None:
+    path = write(tmp_path / "j.jsonl", agents.journal(agents.load(2, 2, turns=4), RATES, Setup(2, 8192)))
+    result = CliRunner().invoke(app, ["advise", str(path)])
+    assert result.exit_code == 1
+    assert "too little data" in result.output
+    assert "at least 30 and 10" in result.output
+    entries = list(agents.journal(agents.load(1, 1), RATES, Setup(1, 8192)))[:2]
+    with pytest.raises(AdviceError, match="0 finished requests"):
+        advise(write(tmp_path / "empty.jsonl", entries), kv_tokens=None, progress=quiet)
+
+
+def test_json_has_the_whole_advice(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "j.jsonl", agents.journal(agents.load(2, 8, turns=6), RATES, Setup(2, 8192, "slots"))
+    )
+    result = CliRunner().invoke(app, ["advise", str(path), "--json"])
+    data = json.loads(result.stdout)
+    assert data["advice"]["slots"] == 2
+    assert data["flags"].startswith("-np 2 ")
+    assert data["confidence"] in {"high", "medium", "low"}
+    assert len(data["candidates"]) >= 3
+    assert data["recorded"]["agrees"] is True
+
+
+def test_rates_are_found_in_spite_of_overlap() -> None:
+    records = recorded(agents.load(4, 24), Setup(8, 8192, "slots"))
+    found = speeds_of(records)
+    assert found is not None
+    assert found.prefill_seconds(0, 2000) == pytest.approx(4.0, rel=0.15)
+    assert found.decode_rate(1) == pytest.approx(24, rel=0.1)
+    assert found.decode_rate(4) == pytest.approx(24 * 3.1, rel=0.1)
+    assert found.overhead < 0.5
+
+
+def test_rates_beyond_what_was_seen_do_not_grow() -> None:
+    found = speeds_of(recorded(agents.load(3, 12), Setup(4, 8192, "slots")))
+    assert found is not None
+    assert max(found.seen) == 3
+    assert found.decode_rate(3) == found.decode_rate(16)
+
+
+def test_a_load_follows_its_conversations_and_its_workers() -> None:
+    load = agents.load(3, 9, turns=4)
+    found = load_of(recorded(load, Setup(4, 8192, "slots")))
+    assert len(found.jobs) == len(load.jobs)
+    assert (found.sessions, found.live()) == (9, 3)
+    starts = [job for job in found.jobs if job.before < 0]
+    assert len(starts) == 3
+    assert all(job.after_end for job in found.jobs if job.before >= 0)
+
+
+def test_conversations_without_a_name_are_told_apart_by_what_they_continue() -> None:
+    maker = field_note.four_slots()
+    assert load_of(one for one in maker.entries if isinstance(one, Record)).sessions == 8
+
+
+def test_equal_results_go_to_the_smaller_setup() -> None:
+    def one(slots: int, makespan: float, mean: float) -> Forecast:
+        return Forecast(Setup(slots, 4096), makespan=makespan, mean_seconds=mean)
+
+    assert choose([one(8, 100.0, 5.0), one(4, 101.0, 5.05), one(2, 130.0, 4.0)]).setup.slots == 4
+    assert choose([one(8, 100.0, 5.0), one(4, 101.0, 9.0)]).setup.slots == 8
+
+
+def test_the_live_gauge_takes_the_fewest_slots_that_lose_nothing() -> None:
+    assert slots_for([(1, 100), (2, 500), (4, 995), (8, 1000), (16, 1000)]) == 4
+    assert slots_for([(1, 0), (2, 0)]) == 1
+    assert slots_for([]) == 0
