@@ -1,11 +1,12 @@
 # One verb each; the work is in scripts/, which CI uses too.
-.PHONY: help run test check bench docs clean
+.PHONY: help run test check bench fuzz docs clean
 
 help:
 	@echo "make run     the demo on 127.0.0.1:8080 (makes .venv first; Ctrl-C stops it)"
 	@echo "make test    all tests, on the engines that are installed"
 	@echo "make check   lint, format, types, import direction, generated pages"
 	@echo "make bench   the benchmarks"
+	@echo "make fuzz    100,000 broken requests to a router on a fake engine (an hour or more)"
 	@echo "make docs    write the generated pages again"
 	@echo "make clean   remove .venv, build/ and caches"
 
@@ -21,6 +22,9 @@ check:
 
 bench:
 	@scripts/bench
+
+fuzz:
+	@WARMSLOT_FUZZ=100000 scripts/test -q tests/fuzz
 
 docs:
 	@scripts/venv demo test

@@ -176,8 +176,10 @@ class Generation:
         session = client.header(b"x-warmslot-session")
         if session is not None and len(session) > _SESSION_LENGTH:
             raise errors.invalid(f"header X-Warmslot-Session: longer than {_SESSION_LENGTH} characters")
-        most = self._shop.pools.most_slots(passage.pool)
-        if most is not None and slots > most:
+        several = prompt.has_several(body, self._route)
+        pools = self._shop.pools
+        most = pools.most_slots(passage.pool)
+        if most is not None and slots > most and not several:
             raise errors.invalid(f"n: needs {slots} slots at once, allowed: at most {most}", param="n")
 
         def request(rendered: Prompt) -> Request:
@@ -191,7 +193,9 @@ class Generation:
                 arrived=passage.began,
                 max_output_tokens=tokens,
                 session=session,
-                slots=slots,
+                # What is more than that waits in the engine, where nothing else is then.
+                slots=min(slots, pools.most_slots(passage.pool) or slots) if several else slots,
+                pinned=not several,
                 keeps_prefix=keeps,
             )
 
@@ -223,7 +227,8 @@ class Generation:
 
     def _wish(self, body: dict[str, Any]) -> int | None:
         slot = body.get("id_slot")
-        honoured = self._shop.honours_slot and isinstance(slot, int) and not isinstance(slot, bool)
+        honoured = self._shop.honours_slot and not prompt.has_several(body, self._route)
+        honoured = honoured and isinstance(slot, int) and not isinstance(slot, bool)
         return slot if honoured and slot is not None and slot >= 0 else None
 
     @contextmanager
@@ -304,7 +309,8 @@ class Attempt:
 
     def _body(self) -> bytes:
         """What the engine is sent."""
-        return prompt.pin(self._work.raw, self._slot, fresh=self._fresh)
+        free = self._work.slot is None and not self._lease.request.pinned
+        return prompt.pin(self._work.raw, -1 if free else self._slot, fresh=self._fresh)
 
     @property
     def _fresh(self) -> bool:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BadRequest",
     "expected_output_tokens",
+    "has_several",
     "is_exact",
     "is_streaming",
     "keeps_prefix",
@@ -95,7 +96,17 @@ def expected_output_tokens(body: Mapping[str, Any]) -> int | None:
     return min(bounds, default=None)
 
 
-def slots_needed(body: Mapping[str, Any], route: Route = Route.CHAT) -> int:
+def has_several(body: Mapping[str, Any], route: Route) -> bool:
+    """Whether a body has several prompts: each is a task of its own, and one pin would be for all of them."""
+    return _prompts(body, route) > 1
+
+
+def _prompts(body: Mapping[str, Any], route: Route) -> int:
+    given = body.get("prompt")
+    return len(given) if route in {Route.COMPLETION, Route.COMPLETIONS} and _is_several(given) else 1
+
+
+def slots_needed(body: Mapping[str, Any], route: Route = Route.COMPLETIONS) -> int:
     """How many slots the request occupies at once: choices (``n``) times prompts."""
     if route in {Route.MESSAGES, Route.INFILL}:
         return 1
@@ -107,8 +118,7 @@ def slots_needed(body: Mapping[str, Any], route: Route = Route.CHAT) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise BadRequest(name, f"'{name}' must be a whole number of at least 1")
         choices = max(choices, value)
-    prompt = body.get("prompt")
-    return choices * (len(prompt) if _is_several(prompt) else 1)
+    return choices * _prompts(body, route)
 
 
 def _flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:

@@ -184,6 +184,11 @@ class FakeLlamaServer:
         except EngineRefusalError as refusal:
             connection.answer(refusal.status, to_json(refusal.body))
             request.outcome = "error"
+        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
+            # The engine tells a body of a wrong shape much like this.
+            body = {"error": {"code": 500, "message": type(error).__name__, "type": "server_error"}}
+            connection.answer(500, to_json(body))
+            request.outcome = "error"
         finally:
             self.changed()
 

@@ -205,3 +205,16 @@ async def test_a_waiting_stream_says_where_it_stands_if_asked() -> None:
         prompt = await service.http.post("/v1/chat/completions", json=body, headers=headers)
         assert ": queued" not in prompt.text
         assert "x-warmslot-slot" in prompt.headers
+
+
+async def test_several_prompts_run_alone_and_none_waits_for_a_slot_of_another(service: Service) -> None:
+    """One pin would be for all of them."""
+    texts = [f"mark-{number} and more words" for number in range(6)]
+    for count in (2, 4):
+        body = {"prompt": texts[:count], "n_predict": 4, "id_slot": 1}
+        answer = await service.http.post("/completion", json=body)
+        assert [f"mark-{number}" in one["content"] for number, one in enumerate(answer.json())] == [
+            True
+        ] * count
+        assert len(set(service.fake.generations()[-1].slots)) == count
+    assert service.fake.violations == []
