@@ -12,6 +12,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from .shadow import COUNTS, UNBOUNDED
 from .values import Loss
 
 if TYPE_CHECKING:
@@ -33,7 +34,11 @@ FINISHED = 12
 WAITING = 50
 """Waiting requests of a pool that are listed; the others are counted."""
 
+SHADOW = (*map(str, COUNTS), UNBOUNDED)
+"""Slot counts that reuse is modelled for."""
+
 _SUMS = ("requests", "cached", "processed", "predicted", *(loss.value for loss in Loss))
+_ALL_SUMS = (*_SUMS, *(f"slots {count}" for count in SHADOW))
 _GROUPS = 256
 
 
@@ -47,7 +52,7 @@ class History:
         """Count at ``now``, which never falls."""
         column = int(now // WIDTH)
         if not self._columns or self._columns[-1][0] != column:
-            self._columns.append((column, dict.fromkeys(_SUMS, 0)))
+            self._columns.append((column, dict.fromkeys(_ALL_SUMS, 0)))
         kept = self._columns[-1][1]
         for name, value in sums.items():
             kept[name] += value
@@ -103,6 +108,7 @@ class Live:
                     "processed": report.processed_tokens,
                     "predicted": report.predicted_tokens,
                     **losses,
+                    **{f"slots {count}": tokens for count, tokens in report.shadow.items()},
                 },
             )
         first_token = None if outcome.ttft_seconds is None else max(0.0, round(outcome.ttft_seconds, 3))
@@ -164,6 +170,8 @@ class Live:
                     "waiting": len(waiting[pool]),
                     "queue": [self._waiting(request) for request in waiting[pool][:WAITING]],
                     "history": self._pool_history(pool, now),
+                    "slots": sum(len(slots.get(name, ())) for name in self._pools[pool]),
+                    "by_slots": self._by_slots(pool, now),
                 }
                 for pool in self._pools
             ],
@@ -229,9 +237,16 @@ class Live:
         sums = {name: [0] * COLUMNS for name in _SUMS}
         for backend in self._pools[pool]:
             for age, column in self._history[backend].columns(now).items():
-                for name, value in column.items():
-                    sums[name][COLUMNS - 1 - age] += value
+                for name in _SUMS:
+                    sums[name][COLUMNS - 1 - age] += column[name]
         return sums
+
+    def _by_slots(self, pool: str, now: float) -> dict[str, int]:
+        """Tokens that would have been reused with other slot counts in the pool."""
+        columns = [
+            column for backend in self._pools[pool] for column in self._history[backend].columns(now).values()
+        ]
+        return {count: sum(column[f"slots {count}"] for column in columns) for count in SHADOW}
 
     def _sums(self, backend: str, now: float) -> dict[str, int]:
         columns = self._history[backend].columns(now).values()

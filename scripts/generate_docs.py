@@ -68,6 +68,13 @@ whatever else a client is called counts as `other`. No metric holds text of a pr
 `dashboards/generate.py` writes them. `configs/prometheus/` has a scrape configuration, recording rules and
 alerts; `configs/grafana/` provisions data source and dashboards. For a router on the same host,
 `docker compose -f configs/grafana/compose.yaml up` brings up Prometheus and Grafana with all of it.
+
+Drawn with Grafana's own components (`dashboards/draw/draw.py`) from two minutes of a router in front of two
+made-up engines:
+
+![Overview](img/overview.png)
+
+![What slot count?](img/parallel.png)
 """
 
 

@@ -70,9 +70,8 @@ async def test_the_page_is_self_contained_and_allows_only_its_own_script(service
         assert f"{tag}-src 'sha256-{digest}'" in policy
     outside = set(re.findall(r"(?:https?:)?//[\w.-]+", answer.text)) - {"http://www.w3.org"}
     assert outside == set()
-    assert " on" not in re.sub(
-        r"<script>.*?</script>|<style>.*?</style>|>[^<]*<", "", answer.text, flags=re.DOTALL
-    )
+    markup = re.sub(r"<(script|style)>.*?</\1>", "", answer.text, flags=re.DOTALL)
+    assert re.findall(r"<[^>]*\s(?:on\w+|style)\s*=", markup) == []
 
 
 async def test_a_snapshot_agrees_with_metrics(service: Service) -> None:
@@ -93,6 +92,10 @@ async def test_a_snapshot_agrees_with_metrics(service: Service) -> None:
         counted = sample(text, "warmslot_recomputed_tokens_total", reason=reason)
         assert sum(pool["history"][reason]) == counted
     assert sum(pool["history"]["predicted"]) == sample(text, "warmslot_predicted_reuse_tokens_total")
+    for count, tokens in pool["by_slots"].items():
+        assert tokens == sample(text, "warmslot_shadow_cached_tokens_total", slots=count)
+    assert pool["by_slots"]["unbounded"] > 0
+    assert pool["slots"] == service.fake.n_slots
     assert [one["status"] for one in seen["finished"]] == ["ok"] * 3
 
 
