@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from warmslot.router.residency import Context
 from warmslot.router.trie import PrefixTrie
-from warmslot.router.values import Outcome, Prompt, Request, Status, extend_chain
-
-from .traces import BYTES_PER_TOKEN, tokens_of
+from warmslot.router.values import Outcome, Prompt, Request, Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -98,15 +96,14 @@ class Engine:
         self._kept: list[Context] = []
 
     def cached(self, slot: int, prompt: Prompt) -> int:
-        """Bytes of the prompt that need not be computed."""
-        if self._everything is not None:
-            blocks = self._everything.match(prompt.chain)
-            # Without a whole block in common, the few shared bytes are found the long way.
-            return max((self._kept[key].refine(prompt, n) for key, n in blocks.items()), default=0) or max(
-                (context.refine(prompt, 0) for context in self._kept), default=0
-            )
-        held = self.held[slot]
-        return held.common(prompt) if held is not None else 0
+        """Prompt tokens that a slot's content covers (the engine computes the last one all the same)."""
+        if self._everything is None:
+            held = self.held[slot]
+            return held.tokens_at(held.common(prompt)) if held is not None else 0
+        blocks = self._everything.match(prompt.chain)
+        # Without a whole block in common, the few shared bytes are found the long way.
+        found = [(self._kept[key], n) for key, n in blocks.items()] or [(kept, 0) for kept in self._kept]
+        return max((context.tokens_at(context.refine(prompt, n)) for context, n in found), default=0)
 
     def serve(self, slot: int, call: Call) -> None:
         """The slot holds prompt and answer from now on."""
@@ -119,13 +116,11 @@ class Engine:
 
 def content(call: Call) -> Context:
     """What a slot holds after a call."""
-    prompt = call.prompt
-    if prompt.data is None or not call.generated:
-        data, chain, length = prompt.data, prompt.chain, prompt.length
-    else:
-        data = prompt.data + call.generated
-        chain, length = extend_chain(prompt.chain, data, root=prompt.root), len(data)
-    return Context(chain=chain, length=length, data=data, anchors=((0, 0), (length, tokens_of(length))))
+    prompt, after = call.prompt, call.after
+    anchors = [(0, 0), (prompt.length, call.prompt_tokens)]
+    if after.length > prompt.length:
+        anchors.append((after.length, call.prompt_tokens + max(0, call.output_tokens - 1)))
+    return Context(chain=after.chain, length=after.length, data=after.data, anchors=tuple(anchors))
 
 
 @dataclass(slots=True)
@@ -275,9 +270,8 @@ class _Replay:
     def _start(self) -> None:
         for lease in self._policy.grant(self._now):
             index, call, arrived = self._queued.pop(lease.request.id)
-            prompt_tokens = tokens_of(call.prompt.length)
-            held = self._engine.cached(lease.slot.slot, call.prompt)
-            cached = min(held // BYTES_PER_TOKEN, prompt_tokens - 1)
+            prompt_tokens = call.prompt_tokens
+            cached = min(self._engine.cached(lease.slot.slot, call.prompt), prompt_tokens - 1)
             seconds = self._speed.prefill_seconds(cached, prompt_tokens)
             self._index[lease.request.id] = index
             self._running[lease.request.id] = _Running(
@@ -342,6 +336,7 @@ class _Replay:
             decode_seconds=self._now - running.first_token,
             ttft_seconds=running.first_token - running.arrived,
             generated=call.generated,
+            after=call.after,
         )
         report = self._policy.finish(name, outcome, self._now)
         self._served.append(

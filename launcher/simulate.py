@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path  # noqa: TC003  # the command line is built from annotations at run time
 from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
@@ -207,8 +207,12 @@ def simulate(  # noqa: PLR0917  # one parameter for each option of the command
     in_flight: Annotated[str, typer.Option(help="serialize, pair, slots or auto.")] = "serialize",
     order: Annotated[str, typer.Option(help="In which order sessions begin: time or name.")] = "time",
     tokens: Annotated[str, typer.Option(help="How text becomes tokens: chars/4.")] = "chars/4",
-    prefill: Annotated[float, typer.Option(help="Prefill, tokens/s.")] = 500.0,
-    decode: Annotated[float, typer.Option(help="Decoding of one request alone, tokens/s.")] = 24.0,
+    prefill: Annotated[
+        float | None, typer.Option(help="Prefill, tokens/s; else the trace's own, or 500.")
+    ] = None,
+    decode: Annotated[
+        float | None, typer.Option(help="Decoding of one request alone, tokens/s; else the trace's, or 24.")
+    ] = None,
     gain: Annotated[
         float, typer.Option(help="What each further decoding request adds to the total rate.")
     ] = 0.7,
@@ -229,7 +233,7 @@ def simulate(  # noqa: PLR0917  # one parameter for each option of the command
     (flight,) = _choices(in_flight, ("serialize", "pair", "slots", "auto"), "--in-flight")[:1]
     (begins,) = _choices(order, get_args(Order), "--order")[:1]
     names = _choices(policies, POLICIES, "--policies")
-    speed = Speed(prefill=prefill, decode=decode, gain=gain, halving=halving)
+    speed = Speed(gain=gain, halving=halving)
     try:
         loaded = [load(path, cast("Order", begins)) for path in traces]
     except TraceError as error:
@@ -252,10 +256,24 @@ def simulate(  # noqa: PLR0917  # one parameter for each option of the command
         for name in names
         for wait in (waits if name == "reuse" else waits[:1])
     ]
-    rows = run_all(loaded, setups)
+    rows = [
+        row
+        for trace in loaded
+        for row in run_all([trace], [_at_speed(setup, trace, prefill, decode) for setup in setups])
+    ]
     Console(width=None if sys.stdout.isatty() else 200).print(table(rows))
     if csv_path is not None:
         write_csv(csv_path, rows)
+
+
+def _at_speed(setup: Setup, trace: Trace, prefill: float | None, decode: float | None) -> Setup:
+    """The rates asked for, else those of the recording, else the defaults."""
+    speed = replace(
+        setup.speed,
+        prefill=prefill or trace.prefill or setup.speed.prefill,
+        decode=decode or trace.decode or setup.speed.decode,
+    )
+    return replace(setup, speed=speed)
 
 
 def run_all(traces: Sequence[Trace], setups: Sequence[Setup]) -> list[Row]:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import json
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from warmslot.router.journal import read
+from warmslot.router.records import Record
 from warmslot.router.values import BLOCK, Prompt, extend_chain
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ class Call:
     generated: bytes
     output_tokens: int
     at: float
+    prompt_tokens: int
+    after: Prompt
+    """What a slot holds after it: prompt and answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,9 @@ class Trace:
 
     name: str
     sessions: list[list[Call]] = field(repr=False)
+    prefill: float | None = None
+    decode: float | None = None
+    """Rates that the recording engine had, tokens per second, where the trace tells."""
 
     @property
     def calls(self) -> int:
@@ -79,17 +87,23 @@ def load(path: Path, order: Order = "time") -> Trace:
     if not lines:
         raise TraceError(f"{path}: holds no requests (expected JSON lines)")
     first = lines[0][2]
+    if "kind" in first:
+        return _in_order(_load_journal(lines[0][0]), order)
     if "input" in first:
         sessions = _text_sessions(lines)
     elif "hash_ids" in first:
         sessions = _hash_sessions(lines)
     else:
         raise TraceError(
-            f"{lines[0][0]}:{lines[0][1]}: neither 'input' (text sessions) nor 'hash_ids' (hash blocks); "
+            f"{lines[0][0]}:{lines[0][1]}: no 'input' (text), 'hash_ids' (hash blocks) or 'kind' (journal); "
             f"the line has {', '.join(sorted(first)) or 'no fields'}"
         )
-    sessions.sort(key=lambda session: session[0].at if order == "time" else session[0].session)
-    return Trace(name=path.stem if path.is_file() else path.name, sessions=sessions)
+    return _in_order(Trace(path.stem if path.is_file() else path.name, sessions), order)
+
+
+def _in_order(trace: Trace, order: Order) -> Trace:
+    trace.sessions.sort(key=lambda session: session[0].at if order == "time" else session[0].session)
+    return trace
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -133,7 +147,19 @@ def _text_sessions(lines: list[tuple[Path, int, dict[str, Any]]]) -> list[list[C
             else:
                 prompt = Prompt.of(data)
             generated = output.encode("latin-1", "replace")
-            session.append(Call(key, prompt, generated, len(generated) // BYTES_PER_TOKEN, at - start))
+            both = data + generated
+            after = Prompt(extend_chain(prompt.chain, both), len(both), both)
+            session.append(
+                Call(
+                    session=key,
+                    prompt=prompt,
+                    generated=generated,
+                    output_tokens=len(generated) // BYTES_PER_TOKEN,
+                    at=at - start,
+                    prompt_tokens=tokens_of(len(data)),
+                    after=after,
+                )
+            )
         sessions.append(session)
     return sessions
 
@@ -156,11 +182,51 @@ def _hash_sessions(lines: list[tuple[Path, int, dict[str, Any]]]) -> list[list[C
             ends[block] = index
         last[index] = ids
         prompt = Prompt(chain=_hash_chain(ids, tokens), length=tokens * BYTES_PER_TOKEN)
-        sessions[index].append(Call(str(index), prompt, b"", output, at))
+        sessions[index].append(Call(str(index), prompt, b"", output, at, max(1, tokens), prompt))
+    return _from_start(sessions)
+
+
+def _from_start(sessions: list[list[Call]]) -> list[list[Call]]:
     start = min(session[0].at for session in sessions)
-    return [
-        [Call(c.session, c.prompt, c.generated, c.output_tokens, c.at - start) for c in s] for s in sessions
-    ]
+    return [[replace(call, at=call.at - start) for call in session] for session in sessions]
+
+
+def _load_journal(path: Path) -> Trace:
+    """The requests that were answered, by conversation; with the rates that the engine had."""
+    sessions: dict[str, list[Call]] = {}
+    processed = prefill = output = decode = 0.0
+    for record in read(path):
+        if (
+            not isinstance(record, Record)
+            or record.status != "ok"
+            or record.slots > 1
+            or not record.keeps_prefix
+        ):
+            continue
+        if record.cached_tokens is not None:
+            processed += record.prompt_tokens - record.cached_tokens
+            prefill += record.prefill_seconds
+        output += record.output_tokens
+        decode += record.decode_seconds
+        key = f"{record.pool}/{record.session or record.id}"
+        call = Call(
+            session=key,
+            prompt=Prompt(record.chain, record.length, tokens=record.prompt_tokens, root=record.root),
+            generated=b"",
+            output_tokens=record.output_tokens,
+            at=record.time,
+            prompt_tokens=record.prompt_tokens,
+            after=Prompt(record.after, record.after_length, root=record.root),
+        )
+        sessions.setdefault(key, []).append(call)
+    if not sessions:
+        raise TraceError(f"{path}: the journal holds no answered requests")
+    return Trace(
+        name=path.stem,
+        sessions=_from_start([sorted(calls, key=lambda call: call.at) for calls in sessions.values()]),
+        prefill=processed / prefill if prefill > 0 else None,
+        decode=output / decode if decode > 0 else None,
+    )
 
 
 def _continued(ids: list[int], last: list[list[int]], ends: dict[int, int]) -> int | None:

@@ -369,7 +369,14 @@ def _served(pool: Pool, active: Active, slot: SlotState, outcome: Outcome) -> No
         pool.lose(slot.held if slot.known else None, Loss.EVICTED, beyond=active.held_tokens)
         slot.session = active.waiting.session
     prompt_tokens = (outcome.cached_tokens or 0) + (outcome.processed_tokens or 0)
-    pool.residency.commit(slot.ref, request.prompt, outcome.generated, prompt_tokens, outcome.output_tokens)
+    pool.residency.commit(
+        slot.ref,
+        request.prompt,
+        outcome.generated,
+        prompt_tokens,
+        outcome.output_tokens,
+        after=outcome.after,
+    )
 
 
 def _put_back(pool: Pool, active: Active) -> None:

@@ -61,11 +61,13 @@ class Context:
         return self.refine(prompt, common_blocks(self.chain, prompt.chain))
 
     def refine(self, prompt: Prompt, blocks: int) -> int:
-        """Exact shared bytes, given the shared whole blocks; without both texts the blocks are the answer."""
+        """Shared bytes, given the shared whole blocks: exact with both texts, else the likeliest figure."""
         shared = blocks * BLOCK
         if self.data is not None and prompt.data is not None:
             return common_bytes(self.data, prompt.data, shared)
-        return min(shared, self.length, prompt.length)
+        if blocks == len(self.chain) and blocks and prompt.length >= self.length:
+            return self.length  # what goes on with all whole blocks of it goes on with their rest
+        return min(shared + BLOCK // 2, self.length, prompt.length) if blocks else 0
 
     def without_text(self) -> Context:
         """The same, remembered by its hashes alone."""
@@ -201,9 +203,19 @@ class Residency:
         return min(tokens, max(0, prompt_tokens - 1))
 
     def commit(
-        self, ref: SlotRef, prompt: Prompt, generated: bytes, prompt_tokens: int, output_tokens: int
+        self,
+        ref: SlotRef,
+        prompt: Prompt,
+        generated: bytes,
+        prompt_tokens: int,
+        output_tokens: int,
+        *,
+        after: Prompt | None = None,
     ) -> None:
-        """The engine served a prompt here: the slot holds it and what was generated, less a token."""
+        """The engine served a prompt here: the slot holds it and what was generated, less a token.
+
+        ``after``: both together, where only hashes of them are known.
+        """
         state = self.slots[ref]
         anchors = self._anchors(state, prompt, prompt_tokens)
         self._learn(prompt.length - anchors[-1][0], prompt_tokens - anchors[-1][1])
@@ -211,7 +223,10 @@ class Residency:
             anchors.append((prompt.length, prompt_tokens))
         data, chain, length = prompt.data, prompt.chain, prompt.length
         tokens = prompt_tokens + max(0, output_tokens - 1)
-        if generated and data is not None:
+        if data is None and after is not None and after.length > length:
+            chain, length = after.chain, after.length
+            anchors.append((length, tokens))
+        elif generated and data is not None:
             length += len(generated)
             anchors.append((length, tokens))
             data += generated

@@ -202,6 +202,8 @@ class Outcome:
     decode_seconds: float = 0.0
     ttft_seconds: float | None = None
     generated: bytes = b""
+    after: Prompt | None = None
+    """Prompt and answer as the slot holds them now, where they are known by their hashes alone (replays)."""
     slot: SlotRef | None = None
     resident_tokens: int | None = None
     engine_error: bool = False

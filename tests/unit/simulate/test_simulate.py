@@ -13,11 +13,13 @@ from typer.testing import CliRunner
 from warmslot.launcher.replay import Speed
 from warmslot.launcher.simulate import Setup, run_all, simulate, simulate_one
 from warmslot.launcher.traces import TraceError, load
+from warmslot.router.records import Encoder, Opening, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from warmslot.launcher.simulate import PolicyName
+    from warmslot.launcher.traces import Trace
 
 
 def _session(name: str, turns: int, start: float, letter: str) -> list[dict[str, object]]:
@@ -70,7 +72,7 @@ def test_hash_blocks_become_sessions_and_share_exactly_their_blocks(tmp_path: Pa
         ("", "holds no requests"),
         ("nonsense", "1: not JSON"),
         ("[1]", "1: expected an object, found list"),
-        ('{"prompt": "x"}', "neither 'input'"),
+        ('{"prompt": "x"}', "no 'input'"),
         ('{"input": "x", "timestamp": "now", "output": ""}', "'timestamp' is missing or of the wrong type"),
     ],
 )
@@ -118,6 +120,52 @@ def test_command_prints_a_table_and_writes_csv(folder: Path, tmp_path: Path) -> 
     refused = CliRunner().invoke(app, [str(folder), "--policies", "magic"])
     assert refused.exit_code == 2
     assert "allowed are engine" in " ".join(refused.output.replace("│", " ").split())
+
+
+def _as_journal(trace: Trace, path: Path) -> None:
+    """Write a trace as the router would have, on an engine of 500 and 24 tokens/s that reused nothing."""
+    encoder = Encoder()
+    lines = [encoder.opening(Opening(0.0))]
+    for number, (at, call) in enumerate(
+        sorted(((c.at, c) for s in trace.sessions for c in s), key=lambda pair: pair[0])
+    ):
+        record = Record(
+            id=str(number),
+            time=1000.0 + at,
+            pool="p",
+            backend="b",
+            slot=0,
+            route="chat",
+            status="ok",
+            decision="fresh",
+            chain=call.prompt.chain,
+            length=call.prompt.length,
+            after=call.after.chain,
+            after_length=call.after.length,
+            session=call.session,
+            prompt_tokens=call.prompt_tokens,
+            cached_tokens=0,
+            output_tokens=call.output_tokens,
+            prefill_seconds=call.prompt_tokens / 500,
+            decode_seconds=call.output_tokens / 24,
+        )
+        lines.append(encoder.request(record))
+    path.write_bytes(b"".join(lines))
+
+
+def test_a_journal_replays_like_the_text_that_it_came_from(folder: Path, tmp_path: Path) -> None:
+    trace = load(folder)
+    _as_journal(trace, tmp_path / "journal")
+    journal = load(tmp_path / "journal")
+    assert journal.prefill == pytest.approx(500)
+    assert journal.decode == pytest.approx(24, rel=0.001)
+    assert [len(session) for session in journal.sessions] == [len(session) for session in trace.sessions]
+    for policy in ("engine", "fifo", "reuse", "infinite"):
+        reuse = []
+        for source in (trace, journal):
+            served = simulate_one(source, Setup(policy, 3, 5))  # type: ignore[arg-type]
+            reuse.append(sum(s.cached_tokens for s in served) / sum(s.prompt_tokens for s in served))
+        assert reuse[0] == pytest.approx(reuse[1], abs=0.03)
 
 
 @pytest.fixture
