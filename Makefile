@@ -1,5 +1,5 @@
 # One verb each; the work is in scripts/, which CI uses too.
-.PHONY: help run test check bench fuzz docs clean
+.PHONY: help run test check bench fuzz docs clean faults
 
 help:
 	@echo "make run     the demo on 127.0.0.1:8080 (makes .venv first; Ctrl-C stops it)"
@@ -7,6 +7,7 @@ help:
 	@echo "make check   lint, format, types, import direction, generated pages"
 	@echo "make bench   the benchmarks"
 	@echo "make fuzz    100,000 broken requests to a router on a fake engine (an hour or more)"
+	@echo "make faults  every fault of tests/engine/test_faults.py 20 times"
 	@echo "make docs    write the generated pages again"
 	@echo "make clean   remove .venv, build/ and caches"
 
@@ -32,3 +33,7 @@ docs:
 
 clean:
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+
+faults:
+	@scripts/venv demo test
+	@WARMSLOT_FAULTS=$${WARMSLOT_FAULTS:-20} scripts/test tests/engine/test_faults.py

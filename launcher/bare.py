@@ -16,7 +16,7 @@ from .command import Command
 from .process import Child, explain_exit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from .engine import Engine
@@ -32,15 +32,19 @@ class BareEngineError(Exception):
 
 @asynccontextmanager
 async def bare_engine(
-    engine: Engine, model: Path, *flags: str, start_timeout: float = 120.0
+    engine: Engine,
+    model: Path,
+    *flags: str,
+    start_timeout: float = 120.0,
+    on_line: Callable[[LogLine], None] | None = None,
 ) -> AsyncIterator[str]:
     """Start ``engine`` on a free port of 127.0.0.1; the value is its address, once it is healthy.
 
-    It has ended when the block is left. Raises :class:`BareEngineError`.
+    ``on_line`` gets its log. It has ended when the block is left. Raises :class:`BareEngineError`.
     """
     argv = (*engine.command, "-m", str(model), "--host", "127.0.0.1", "--port", "0", *flags)
     try:
-        child = Child.spawn(Command(argv, os.environ), _ignore)
+        child = Child.spawn(Command(argv, os.environ), on_line or _ignore)
     except OSError as error:
         raise BareEngineError(
             f"the engine {engine.path} does not start: {error.strerror or error}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from . import cli_insight, cli_ops
+from . import cli_insight, cli_ops, cli_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,6 +53,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 cli_insight.add_to(app)
 cli_ops.add_to(app)
+cli_plan.add_to(app)
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="The configuration file (YAML).", show_default=False)

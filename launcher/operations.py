@@ -134,7 +134,7 @@ class Operations:
             fields = {key: wanted[key] for key in SHAPE if wanted.get(key) is not None}
             changed = _with(now, fields)
             if changed == now:
-                return {**_came_of(self._status(name)), "unchanged": True}
+                return {**_came_of(self._supervisor.status_of(name)), "unchanged": True}
             return await self._apply(name, changed)
 
     async def reload(self) -> dict[str, Any]:
@@ -186,9 +186,6 @@ class Operations:
             )
         if self._dispatcher.stopping:
             raise ControlError("warmslot is stopping")
-
-    def _status(self, name: str) -> BackendStatus:
-        return next(status for status in self._supervisor.status() if status.name == name)
 
 
 def _with(backend: Backend, fields: Mapping[str, Any]) -> Backend:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import httpx
 
 from .command import CommandError, build_command
+from .host_memory import fit_cache_ram
 from .logs import Loading
 from .model import ModelError, find_model
 from .orphans import Adopted, LeftoverError
@@ -162,6 +163,9 @@ class Runner:
         self._left_out: tuple[Flag, ...] = ()
         self._served = False
         """Whether it ever was ready: what once worked is worth trying again, whatever the engine says."""
+        self._child: Child | Adopted | None = None
+        self._condemned = ""
+        """Why the child was killed by us, where it was."""
 
     def wish(self, wish: Wish) -> None:
         """Have the backend stopped, or drained and started anew. A wish to stop is final."""
@@ -171,6 +175,12 @@ class Runner:
         self._wished.set()
         if wish is Wish.RESTART:
             self.settled.clear()
+
+    def condemn(self, reason: str) -> None:
+        """Kill the engine, if there is one; that counts as a crash for this reason."""
+        if self._child is not None:
+            self._condemned = reason
+            self._child.kill()
 
     async def run(self) -> None:
         """Keep the backend running until it is told to stop or has failed."""
@@ -262,6 +272,7 @@ class Runner:
             except OSError as error:
                 reason = f"slot_save_path: {backend.slot_save_path} cannot be made: {error.strerror}"
                 raise CommandError(f"backend {backend.name!r}: {reason}") from error
+        backend = fit_cache_ram(backend, model)
         return build_command(self.launch.engine, backend, model, port=self.launch.port, env=self.launch.env)
 
     async def _life(self, found: Adopted | None) -> _End:
@@ -302,9 +313,10 @@ class Runner:
 
     async def _with(self, child: Child | Adopted) -> _End:
         try:
-            self.status.pid = child.pid
+            self.status.pid, self._child, self._condemned = child.pid, child, ""
             return await self._attend(child)
         finally:
+            self._child = None
             child.kill()
             await asyncio.shield(child.exited)
             self.status.pid = self.status.url = None
@@ -396,6 +408,8 @@ class Runner:
             last = f"; the engine's last line: {child.tail[-1].message}" if child.tail else ""
             reason = f"not ready within {self.launch.backend.start_timeout:g} s (start_timeout){last}"
             hopeless = False
+        if self._condemned:
+            reason, hopeless = self._condemned, False
         ready_for = 0.0 if ready_at is None else time.monotonic() - ready_at
         return _End(reason, hopeless=hopeless, ready_for=ready_for)
 

@@ -137,6 +137,14 @@ class Supervisor:
             await self._settled(name)
         return self.status()
 
+    def condemn(self, name: str, reason: str) -> None:
+        """Kill a backend's engine and let it be started again, as after a crash. Raises KeyError."""
+        self._runners[name].condemn(reason)
+
+    def status_of(self, name: str) -> BackendStatus:
+        """What is known about one backend. Raises KeyError for an unknown name."""
+        return self._runners[name].status
+
     def launch(self, name: str) -> Launch:
         """What of a backend is in force. Raises KeyError for an unknown name."""
         return self._runners[name].launch

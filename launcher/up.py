@@ -24,11 +24,13 @@ from warmslot.router.journal import JournalError
 from .control import Control, ControlError
 from .display import Display
 from .engine import EngineError, find_engine
+from .host_memory import MemoryWatch
 from .logfiles import LogFiles
 from .model import ModelError, find_model
 from .operations import Operations, reload_lines
 from .orphans import OwnedError, StateFolder
 from .process import State
+from .progress import start_watches
 from .state import folder_of
 from .supervisor import Launch, Manners, Supervisor
 from .warmth import Warmth
@@ -238,9 +240,19 @@ class _Session:
     async def _run(self) -> int:
         serving = asyncio.create_task(self._server.serve(sockets=[self._listening]), name="http")
         self._supervisor.start()
+        watching = [
+            *start_watches(
+                self._supervisor,
+                self._router.dispatcher,
+                lambda name: self._supervisor.backend(name).progress_timeout,
+            ),
+            asyncio.create_task(MemoryWatch().run(), name="memory"),
+        ]
         work = asyncio.create_task(self._work(), name="backends")
         asked = asyncio.create_task(self._signals.get(), name="signal")
         await asyncio.wait({serving, work, asked}, return_when=asyncio.FIRST_COMPLETED)
+        for task in watching:
+            task.cancel()
         signalled = asked.done()
         if signalled:  # from here on it is meant that backends end
             work.cancel()

@@ -141,6 +141,9 @@ class Backend(Section):
     """Size of all saved slots of this backend; the least valuable go first."""
     start_timeout: Seconds = 600.0
     """How long the engine may take until it is healthy, model loading included."""
+    progress_timeout: Seconds = 300.0
+    """How long an engine may be busy without progress, or not answer at all; then its requests are cancelled,
+    and if that does not help it is started anew. One batch of prefill must take less; 0: for ever."""
 
     @model_validator(mode="after")
     def _model_or_url(self) -> Self:

@@ -1,0 +1,116 @@
+"""Finds engines that live but do nothing: busy without a token, or deaf to ``/slots``, for too long.
+
+Loading is not looked at here: it has its own bound. A suspect is diagnosed, what runs on it is cancelled
+(which may free it), and if that does not help it is killed, so that its runner starts it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import psutil
+
+from .process import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from warmslot.router.dispatcher import Dispatcher
+
+    from .supervisor import Supervisor
+
+log = logging.getLogger("warmslot.launcher")
+
+_LOOKS = 4
+"""Looks within one timeout. Each asks the engine for ``/slots``, which must not happen often."""
+
+_SECOND_CHANCE = 0.25
+"""Of the timeout: what a suspect gets after its requests were cancelled."""
+
+
+class ProgressWatch:
+    """Looks after one backend, as long as :meth:`run` is not cancelled. ``timeout`` in seconds."""
+
+    def __init__(self, name: str, supervisor: Supervisor, dispatcher: Dispatcher, timeout: float) -> None:
+        self._name = name
+        self._supervisor = supervisor
+        self._dispatcher = dispatcher
+        self._timeout = timeout
+
+    async def run(self) -> None:
+        """Look, for ever."""
+        loop = asyncio.get_running_loop()
+        seen: object = None
+        since = loop.time()
+        while True:
+            await asyncio.sleep(self._timeout / _LOOKS)
+            status = self._supervisor.status_of(self._name)
+            if status.state not in {State.READY, State.DRAINING} or status.url is None:
+                seen, since = None, loop.time()
+                continue
+            signs = await self._signs(status.url)
+            if signs is not None and (signs != seen or not signs[1]):
+                seen, since = signs, loop.time()
+            elif loop.time() - since >= self._timeout:
+                await self._treat(status.url, status.pid, signs)
+                seen, since = None, loop.time()
+
+    async def _signs(self, url: str) -> tuple[int | None, list[object]] | None:
+        """What changes as an engine works: its process, how far each busy slot is; ``None``: no answer."""
+        pid = self._supervisor.status_of(self._name).pid
+        async with httpx.AsyncClient(timeout=self._timeout / _LOOKS, trust_env=False) as client:
+            try:
+                answer = await client.get(f"{url}/slots")
+                slots: Any = answer.json() if answer.is_success else []
+            except (httpx.HTTPError, ValueError):
+                return None
+        busy = [slot for slot in slots if isinstance(slot, dict) and slot.get("is_processing") is True]
+        fields = ("id", "id_task", "n_prompt_tokens", "n_prompt_tokens_processed", "next_token")
+        return pid, [[slot.get(field) for field in fields] for slot in busy]
+
+    async def _treat(self, url: str, pid: int | None, signs: object) -> None:
+        what = "does not answer" if signs is None else "is busy without progress"
+        reason = f"wedged: the engine {what} for {self._timeout:g} s ({diagnosis(pid)})"
+        log.warning("%s: %s; its requests are cancelled", self._name, reason)
+        backend = self._dispatcher.backend(self._name)
+        if backend is not None and backend.client is not None:
+            await backend.client.aclose()
+        await asyncio.sleep(self._timeout * _SECOND_CHANCE)
+        after = await self._signs(url)
+        if after is not None and after != signs:
+            log.warning("%s: goes on after its requests were cancelled", self._name)
+        elif self._supervisor.status_of(self._name).pid == pid:
+            self._supervisor.condemn(self._name, reason)
+
+
+def diagnosis(pid: int | None) -> str:
+    """How a process stands, for a log line."""
+    if pid is None:
+        return "no process"
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            times = process.cpu_times()
+            return (
+                f"process {pid} is {process.status()}, {process.num_threads()} threads, "
+                f"{times.user + times.system:.0f} s of CPU time"
+            )
+    except psutil.Error:
+        return f"process {pid} is gone"
+
+
+def start_watches(
+    supervisor: Supervisor, dispatcher: Dispatcher, timeout_of: Callable[[str], float]
+) -> list[asyncio.Task[None]]:
+    """A task for each backend whose timeout is not 0."""
+    return [
+        asyncio.create_task(
+            ProgressWatch(status.name, supervisor, dispatcher, timeout_of(status.name)).run(),
+            name=f"progress {status.name}",
+        )
+        for status in supervisor.status()
+        if timeout_of(status.name)
+    ]
