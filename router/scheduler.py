@@ -123,7 +123,8 @@ def bound(waiting: Iterable[Waiting], settings: CoreSettings, capacity: int) -> 
     """The bound on waiting in seconds that holds at this load, for requests that set none of their own.
 
     One round serves everybody who waits once: ``work`` is the time it takes, ``reloads`` the part spent on
-    computing what was resident before. An automatic bound gives the reloads a tenth of the time. Where one
+    computing what was resident before. An automatic bound gives the reloads a tenth of the time, and is never
+    so short that it would order the queue by itself; the more run at once, the shorter that may be. Where one
     round takes longer than the bound, no order could keep it, and it gives way.
     """
     work = reloads = 0.0
@@ -134,7 +135,8 @@ def bound(waiting: Iterable[Waiting], settings: CoreSettings, capacity: int) -> 
     work, reloads = work / capacity, reloads / capacity
     longest = settings.max_wait
     if longest is None:
-        longest = min(_AUTO_LONGEST, max(_AUTO_SHORTEST, work + _RELOADS_PER_ROUND * reloads))
+        shortest = _AUTO_SHORTEST / capacity**0.5
+        longest = min(_AUTO_LONGEST, max(shortest, work + _RELOADS_PER_ROUND * reloads))
     return max(longest, work + reloads) if work > longest else longest
 
 
