@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .logs import LogEvent, LogLine
     from .orphans import StateFolder
+
+log = logging.getLogger("warmslot.launcher")
 
 _POLL = 0.1
 """Seconds between looks at a loading engine."""
@@ -147,6 +151,7 @@ class Runner:
         manners: Manners,
         *,
         folder: StateFolder | None = None,
+        gate: asyncio.Semaphore | None = None,
     ) -> None:
         self.status = BackendStatus(launch.backend.name)
         self.settled = asyncio.Event()
@@ -157,6 +162,9 @@ class Runner:
         self._watcher = watcher
         self._manners = manners
         self._folder = folder
+        self._gate = gate
+        """Who holds it may load."""
+        self._in_gate = False
         self._restarts = Restarts(manners.policy)
         self._wish = Wish.RUN
         self._wished = asyncio.Event()
@@ -191,7 +199,12 @@ class Runner:
                 self._step(event, str(error))
             return
         while not self._is_to_stop():
-            end = await self._life(found)
+            if found is None and not await self._enter_gate():
+                break
+            try:
+                end = await self._life(found)
+            finally:
+                self._leave_gate()
             found = None
             if self.status.state is State.STOPPED:
                 if self._is_to_stop():
@@ -210,6 +223,29 @@ class Runner:
             if self._wish is Wish.RESTART:
                 self._granted()
         self._step(Event.STOP)
+
+    async def _enter_gate(self) -> bool:
+        """Wait until this backend may load; False where it is to stop first."""
+        if self._gate is None:
+            return True
+        entering = asyncio.ensure_future(self._gate.acquire())
+        stop = asyncio.ensure_future(self._stop_wished())
+        try:
+            await asyncio.wait({entering, stop}, return_when=_FIRST)
+        finally:
+            stop.cancel()
+            if not entering.done():
+                entering.cancel()
+                await asyncio.wait({entering})
+            self._in_gate = entering.done() and not entering.cancelled()
+        if self._wish is Wish.RESTART:  # it starts now, with whatever is in force now
+            self._granted()
+        return not self._is_to_stop()
+
+    def _leave_gate(self) -> None:
+        if self._gate is not None and self._in_gate:
+            self._in_gate = False
+            self._gate.release()
 
     def _is_to_stop(self) -> bool:
         return self._wish is Wish.STOP
@@ -294,8 +330,20 @@ class Runner:
             reason = f"the engine {self.launch.engine.path} does not start: {error.strerror or error}"
             self._step(Event.EXITED, reason)
             return _End(reason, hopeless=isinstance(error, FileNotFoundError | PermissionError))
+        self._pin(child.pid)
         self._step(Event.SPAWNED)
         return await self._with(child)
+
+    def _pin(self, pid: int) -> None:
+        """Keep the engine to its CPUs; threads that it makes from now on inherit that."""
+        cpus = self.launch.backend.cpus
+        if cpus is None:
+            return
+        try:
+            os.sched_setaffinity(pid, parse_cpus(cpus))
+        except (AttributeError, OSError) as error:
+            reason = getattr(error, "strerror", None) or "not on this system"
+            log.warning("%s: it cannot be kept to the CPUs %s: %s", self.status.name, cpus, reason)
 
     def _spawn(self, command: Command) -> Child:
         """Start the child; what is needed to find it again is on disk before and after."""
@@ -355,6 +403,7 @@ class Runner:
     async def _serve(self, child: Child | Adopted, url: str, slots: int, context: int) -> None:
         """The child is healthy: tell the router first, so that who sees it ready can use it."""
         self._served = True
+        self._leave_gate()
         self.status.url, self.status.slots, self.status.context = url, slots, context
         if self._folder is not None:
             self._folder.serving(self.status.name, url)
@@ -441,6 +490,15 @@ class Runner:
     def reshape(self, launch: Launch) -> None:
         """Use other settings from the next start on."""
         self.launch = launch
+
+
+def parse_cpus(text: str) -> set[int]:
+    """``0-3,8`` -> {0, 1, 2, 3, 8}."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
 
 
 def _client() -> httpx.AsyncClient:

@@ -29,7 +29,7 @@ class Supervisor:
 
     ``async with Supervisor(...) as supervisor`` starts them; leaving the block, for whatever reason, stops
     them and returns only when no process is left. ``folder``, locked by the caller, remembers what runs, so
-    that what a killed launcher left is found by the next one.
+    that what a killed launcher left is found by the next one. ``load_at_once`` bounds how many load together.
     """
 
     def __init__(
@@ -40,10 +40,12 @@ class Supervisor:
         *,
         manners: Manners | None = None,
         folder: StateFolder | None = None,
+        load_at_once: int | None = None,
     ) -> None:
         manners = manners or Manners()
+        gate = None if load_at_once is None else asyncio.Semaphore(load_at_once)
         self._runners = {
-            launch.backend.name: Runner(launch, listener, watcher, manners, folder=folder)
+            launch.backend.name: Runner(launch, listener, watcher, manners, folder=folder, gate=gate)
             for launch in launches
         }
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -214,6 +214,7 @@ class _Session:
                 drain_timeout=config.limits.request_timeout or _DAY, outlive=config.state.outlive
             ),
             folder=folder,
+            load_at_once=config.load_at_once,
         )
         self._operations = Operations(
             config, file, self._supervisor, self._router.dispatcher, address=self._address()

@@ -30,6 +30,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 POOL_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:/-]{0,126}$"
 URL_PATTERN = r"^https?://[^\s/?#@]+/?$"
 DURATION_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(ms|s|m|h)$"
+CPUS_PATTERN = r"^[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*$"
 SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(B|kB|MB|GB|KiB|MiB|GiB)$"
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -128,6 +129,8 @@ class Backend(Section):
     """Tokens that one slot can hold (`-c` is slots × this)."""
     threads: int | None = Field(default=None, ge=1, le=4096)
     """CPU threads of the engine (`-t`); the engine's own choice where it is left out."""
+    cpus: str | None = Field(default=None, pattern=CPUS_PATTERN)
+    """CPUs that the engine may use, such as `0-7,16-23` (Linux); all of them where it is left out."""
     cache_ram: int = Field(default=0, ge=0, le=16_777_216)
     """MiB of host memory for the engine's own prompt cache (`--cache-ram`); 0 switches it off."""
     args: tuple[str, ...] = ()
@@ -287,6 +290,8 @@ class Config(Section):
     """Where the router serves."""
     engine: str | None = Field(default=None, min_length=1)
     """Path or command of a llama-server, or `embedded` (xllamacpp); searched for where it is left out."""
+    load_at_once: int = Field(default=2, ge=1, le=256)
+    """Engines that load at the same time; the others wait their turn instead of reading all at once."""
     keys: tuple[Key, ...] = ()
     """Bearer keys, one of which every request must carry; none means that no key is asked for."""
     limits: Limits = Limits()

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from warmslot.launcher.engine import Engine, EngineKind, parse_help
 from warmslot.launcher.restarts import RestartPolicy
+from warmslot.launcher.runner import parse_cpus
 from warmslot.launcher.supervisor import Launch, Manners, Supervisor
 
 from tests.support.launcher import PATIENCE, STUB_HELP, Recorder, gone, stub_launch
@@ -289,3 +290,59 @@ def test_no_child_survives_an_interrupted_launcher(tmp_path: Path) -> None:
         launcher.send_signal(signal.SIGINT)
         assert gone(pid)
         assert launcher.wait(PATIENCE) != 0
+
+
+async def test_engines_take_turns_in_loading(tmp_path: Path) -> None:
+    recorder = Recorder()
+    launches = [
+        stub_launch(tmp_path, mode, name=name)
+        for name, mode in (("a", "serve"), ("b", "exits"), ("c", "serve"))
+    ]
+    manners = Manners(RestartPolicy(first=0.01, ceiling=0.02, budget=1))
+    async with Supervisor(launches, recorder, recorder, manners=manners, load_at_once=1) as supervisor:
+        states = [str(status.state) for status in await supervisor.wait_settled()]
+    assert states == ["ready", "failed", "ready"]
+    steps = [(name, state) for kind, name, state, *_ in recorder.calls if kind == "state"]
+    loading: set[str] = set()
+    for name, state in steps:
+        if state in {"starting", "loading"}:
+            loading.add(name)
+        else:
+            loading.discard(name)
+        assert len(loading) <= 1, steps
+
+
+async def test_a_stop_reaches_who_waits_for_its_turn(tmp_path: Path) -> None:
+    recorder = Recorder()
+    launches = [stub_launch(tmp_path, "never", name="a"), stub_launch(tmp_path, "serve", name="b")]
+    async with Supervisor(launches, recorder, recorder, load_at_once=1):
+        await recorder.until_state("a", "loading")
+    assert recorder.states("b") == ["stopped"]
+
+
+async def test_a_condemned_engine_is_started_again_for_the_reason_given(tmp_path: Path) -> None:
+    recorder = Recorder()
+    manners = Manners(RestartPolicy(first=0.01, ceiling=0.02))
+    async with Supervisor(
+        [stub_launch(tmp_path, "serve")], recorder, recorder, manners=manners
+    ) as supervisor:
+        await recorder.until_state("stub", "ready")
+        supervisor.condemn("stub", "wedged: told so")
+        assert await recorder.until_state("stub", "crashed") == "wedged: told so"
+        await recorder.until_state("stub", "ready", 2)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no CPU affinity here")
+async def test_an_engine_is_kept_to_its_cpus(tmp_path: Path) -> None:
+    recorder = Recorder()
+    (cpu, *_) = sorted(os.sched_getaffinity(0))
+    launches = [stub_launch(tmp_path, "serve", cpus=str(cpu))]
+    async with Supervisor(launches, recorder, recorder) as supervisor:
+        await recorder.until_state("stub", "ready")
+        pid = supervisor.status()[0].pid
+        assert pid is not None
+        assert os.sched_getaffinity(pid) == {cpu}
+
+
+def test_cpu_lists() -> None:
+    assert parse_cpus("0-3,8,10-11") == {0, 1, 2, 3, 8, 10, 11}
