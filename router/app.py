@@ -18,6 +18,7 @@ from .dispatcher import Dispatcher
 from .generation import Generation, Shop
 from .journal import Journal
 from .live import Live
+from .masks import Treatment
 from .metrics import Metrics
 from .pages import EngineMetrics, Healthy, Models, OwnMetrics
 from .passthrough import Passthrough
@@ -84,6 +85,7 @@ def create_app(
         isolate=config.endpoint.isolation,
         honours_slot=config.endpoint.client_slots,
         quota=Quota(config.keys),
+        treatments={pool.name: Treatment(pool.masks, sort_tools=pool.sort_tools) for pool in config.pools},
     )
     routes = [
         *(Path(path, Generation(shop, route), methods=["POST"]) for path, route in GENERATING.items()),

@@ -177,8 +177,30 @@ class Pool(Section):
     says so, the first one takes those that name none; an unknown model is answered with 404."""
     scheduling: Scheduling = Scheduling()
     """How this pool's requests are ordered and how many run at once."""
+    masks: tuple[str, ...] = ()
+    """Regular expressions of volatile text in prompts (a clock, a nonce line) that is left out when prompts
+    are compared. The engine still computes it and what follows."""
+    sort_tools: bool = False
+    """Sort the tools of every request by name before it is sent, for clients that send them in any order."""
     backends: tuple[Backend, ...] = Field(min_length=1)
     """The servers of this pool."""
+
+    @model_validator(mode="after")
+    def _masks_are_patterns(self) -> Self:
+        _reject(self._problems())
+        return self
+
+    def _problems(self) -> Iterator[Problem]:
+        for index, mask in enumerate(self.masks):
+            try:
+                empty = re.compile(mask.encode(), re.MULTILINE).fullmatch(b"")
+            except re.error as error:
+                yield Problem(("masks", index), f"found a pattern that is wrong ({error}), allowed: Python's")
+                continue
+            if empty:
+                yield Problem(
+                    ("masks", index), "found a pattern of nothing, allowed: one that needs a character"
+                )
 
 
 class Listen(Section):

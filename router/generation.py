@@ -16,13 +16,14 @@ from .backend import EngineBroke, EngineUnreachable
 from .client import Client, ClientGoneError
 from .core import QueueFullError
 from .dispatcher import NoBackendError, StoppingError
+from .masks import Treatment
 from .outbox import ClientStalledError, Outbox
 from .quota import Quota
 from .stream import TruthReader
 from .values import Outcome, Priority, Request, Route, SlotRef, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator, Mapping
 
     from starlette.types import Receive, Scope, Send
 
@@ -79,6 +80,8 @@ class Shop:
     honours_slot: bool = False
     """A client's own ``id_slot`` is kept."""
     quota: Quota = field(default_factory=Quota)
+    treatments: Mapping[str, Treatment] = field(default_factory=dict)
+    """By pool: masks and the order of tools."""
     journal: Journal | None = None
 
     async def attend(
@@ -132,10 +135,16 @@ class Work:
     """Where a stream goes; ``None`` for an answer in one piece."""
     slot: int | None = None
     """The slot that the client chose, where it may."""
+    text: str | None = None
+    """The text that the engine evaluates, where it is known and needed."""
+    masked: int = 0
+    sorted_tools: bool = False
 
 
 class Generation:
     """ASGI endpoint of one route whose requests the engine pins to a slot."""
+
+    _needs_text = False
 
     def __init__(self, shop: Shop, route: Route) -> None:
         self._shop = shop
@@ -207,20 +216,28 @@ class Generation:
 
     async def _within_quota(self, work: Work, describe: Callable[[Prompt], Request]) -> None:
         dispatcher = self._shop.dispatcher
+        treatment = self._shop.treatments.get(work.passage.pool) or Treatment()
+        if (ordered := treatment.in_order(work.body)) is not None:
+            work.body, work.raw, work.sorted_tools = ordered, prompt.dump(ordered), True
         engine = await dispatcher.engine(work.passage.pool)
         rendered = await prompt.render(
             engine, self._route, work.body, root=self._shop.root(name_of(work.client))
         )
+        if self._needs_text and prompt.is_exact(rendered, self._route, self._shop.root(name_of(work.client))):
+            work.text = prompt.text_of(rendered)
+        rendered, work.masked = treatment.keyed(rendered)
         for _ in range(ATTEMPTS):
             request = describe(rendered)
             if work.slot is not None:
                 # The slot is not the router's choice, so nothing else may run.
                 request = replace(request, pinned=False)
             with self._telling(work, request):
-                lease = await self._acquire(request)
+                lease = await self._acquire(request, work)
             work.passage.backend = lease.slot.backend
             if self._shop.journal is not None:
-                self._shop.journal.describe(lease.request.id, work.body)
+                self._shop.journal.describe(
+                    lease.request.id, work.body, masked=work.masked, sorted_tools=work.sorted_tools
+                )
             if await self._attempt(lease, work).run():
                 return
         raise errors.unavailable("no backend took the request")
@@ -251,7 +268,7 @@ class Generation:
             first.cancel()
             outbox.comment(None)
 
-    async def _acquire(self, request: Request) -> Lease:
+    async def _acquire(self, request: Request, work: Work) -> Lease:  # noqa: ARG002 - others look at it
         return await self._shop.dispatcher.acquire(request)
 
     def _attempt(self, lease: Lease, work: Work) -> Attempt:

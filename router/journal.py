@@ -59,6 +59,8 @@ class _Finished:
     in_flight: int
     demand: int
     size: int
+    masked: int
+    sorted_tools: bool
 
 
 @dataclass(slots=True)
@@ -66,6 +68,8 @@ class _Running:
     in_flight: int
     demand: int
     body: Mapping[str, Any] | None = None
+    masked: int = 0
+    sorted_tools: bool = False
 
 
 class Journal:
@@ -125,11 +129,16 @@ class Journal:
 
     # -- told by the handlers ------------------------------------------------------------------------------
 
-    def describe(self, request_id: str, body: Mapping[str, Any]) -> None:
-        """The body of a request that has a lease. It must not be changed afterwards."""
+    def describe(
+        self, request_id: str, body: Mapping[str, Any], *, masked: int = 0, sorted_tools: bool = False
+    ) -> None:
+        """The body of a request that has a lease. It must not be changed afterwards.
+
+        ``masked`` bytes of its prompt were left out of the key; its tools were ``sorted_tools``.
+        """
         running = self._running.get(request_id)
         if running is not None:
-            running.body = body
+            running.body, running.masked, running.sorted_tools = body, masked, sorted_tools
 
     # -- told by the dispatcher ----------------------------------------------------------------------------
 
@@ -163,6 +172,7 @@ class Journal:
             _Finished(
                 *(lease, report, outcome, arrived, now),
                 *(running.body, running.in_flight, running.demand, size),
+                *(running.masked, running.sorted_tools),
             ),
             size,
         )
@@ -263,6 +273,8 @@ class Journal:
             slots=request.slots,
             pinned=request.pinned,
             keeps_prefix=request.keeps_prefix,
+            masked=item.masked,
+            sorted_tools=item.sorted_tools,
             candidates=lease.candidates,
             outline=self._outliner.outline({} if body is None else body, data),
             reply=self._outliner.reply(generated) if generated and request.route is Route.CHAT else None,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BadRequest",
+    "dump",
     "expected_output_tokens",
     "has_several",
     "is_exact",
@@ -248,7 +249,7 @@ _renderings: WeakKeyDictionary[EngineClient, _Renderings] = WeakKeyDictionary()
 
 
 async def _rendered(client: EngineClient, body: Mapping[str, Any]) -> str | None:
-    content = _dump({key: value for key, value in body.items() if key not in {"stream", "stream_options"}})
+    content = dump({key: value for key, value in body.items() if key not in {"stream", "stream_options"}})
     key = hashlib.blake2b(content, digest_size=16).digest()
     cache = _renderings.setdefault(client, _Renderings())
     if (text := cache.get(key)) is not None:
@@ -263,17 +264,18 @@ async def _rendered(client: EngineClient, body: Mapping[str, Any]) -> str | None
 
 def _plain(body: Mapping[str, Any]) -> bytes:
     """Tools, then system text, then messages: stable in the order in which conversations grow."""
-    parts = [_dump(body[name]) for name in ("tools", "functions", "system", "instructions") if body.get(name)]
+    parts = [dump(body[name]) for name in ("tools", "functions", "system", "instructions") if body.get(name)]
     for name in ("messages", "input", "prompt", "query", "documents", "input_prefix", "input_suffix"):
         value = body.get(name)
         if isinstance(value, list):
-            parts.extend(_dump(element) for element in value)
+            parts.extend(dump(element) for element in value)
         elif value is not None:
-            parts.append(_dump(value))
+            parts.append(dump(value))
     return b"\n".join(parts)
 
 
-def _dump(value: Any) -> bytes:
+def dump(value: Any) -> bytes:
+    """Text as UTF-8, anything else as JSON. Raises :class:`BadRequest` for what is nested too deeply."""
     if isinstance(value, str):
         return value.encode("utf-8", "surrogatepass")
     try:
@@ -304,7 +306,7 @@ def _from_prompt(prompt: Any, root: bytes) -> Prompt:
         data = text.encode("utf-8", "surrogatepass")
         if not media:
             return _prompt(data, root)
-        return _prompt(data, _derive(root, b"media", _dump(media)))
+        return _prompt(data, _derive(root, b"media", dump(media)))
     if not isinstance(prompt, list) or not prompt:
         allowed = "a string, an array of token ids, a mixed array of both, or an array of such prompts"
         raise BadRequest(
@@ -361,4 +363,4 @@ def pin(body: bytes | Mapping[str, Any], slot: int, *, fresh: bool = False) -> b
     pinned["id_slot"] = slot
     if fresh or pinned.get("cache_prompt") is None:
         pinned["cache_prompt"] = not fresh
-    return _dump(pinned)
+    return dump(pinned)

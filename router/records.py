@@ -84,6 +84,10 @@ class Record:
     slots: int = 1
     pinned: bool = True
     keeps_prefix: bool = True
+    masked: int = 0
+    """Bytes of volatile text that masks left out of the key."""
+    sorted_tools: bool = False
+    """Its tools were put in order before it was sent."""
     guessed: bool = False
     """What it shares with earlier requests was guessed from lengths (imported from an engine's log)."""
     candidates: tuple[Candidate, ...] = ()
@@ -332,6 +336,8 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "slots": 1,
     "pinned": True,
     "keeps_prefix": True,
+    "masked": 0,
+    "sorted_tools": False,
     "guessed": False,
     "losses": {},
     "first_token": None,

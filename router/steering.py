@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from . import prompt
 from .backend import EngineBroke, EngineError, EngineUnreachable
 from .generation import Attempt, Generation, Work
 from .stream import TruthReader
@@ -93,12 +92,14 @@ def _all_known(dispatcher: Dispatcher, lease: Lease) -> bool:
 class Steered(Generation):
     """ASGI endpoint of a generating route that the engine does not pin."""
 
-    async def _acquire(self, request: Request) -> Lease:
+    _needs_text = True
+
+    async def _acquire(self, request: Request, work: Work) -> Lease:
         dispatcher = self._shop.dispatcher
-        if not self._shop.isolate and self._is_exact(request):
+        if not self._shop.isolate and work.text is not None:
             # (Isolated prompts that are equal to others' cannot be told by their keys.)
             lease = await dispatcher.acquire(request)
-            if self._way(lease) is not Way.ALONE:
+            if self._way(lease, work) is not Way.ALONE:
                 return lease
             # Nothing was sent yet: the slot goes back as it was.
             dispatcher.abandon(request.id, Outcome(Status.CANCELLED, untouched=True))
@@ -107,20 +108,15 @@ class Steered(Generation):
     def _wish(self, body: dict[str, Any]) -> int | None:  # noqa: ARG002 - the engine hears no such wish here
         return None
 
-    def _is_exact(self, request: Request) -> bool:
-        return prompt.is_exact(request.prompt, self._route, self._shop.root(request.client))
-
-    def _way(self, lease: Lease) -> Way:
+    def _way(self, lease: Lease, work: Work) -> Way:
         dispatcher = self._shop.dispatcher
-        return way_of(
-            lease,
-            exact=self._is_exact(lease.request),
-            known=_all_known(dispatcher, lease),
-            others=_others(dispatcher, lease),
-        )
+        exact, known = work.text is not None, _all_known(dispatcher, lease)
+        way = way_of(lease, exact=exact, known=known, others=_others(dispatcher, lease))
+        # What a mask hides from the key, the engine sees: its own choice cannot be foreseen.
+        return Way.STEERED if way is Way.FORESEEN and work.masked else way
 
     def _attempt(self, lease: Lease, work: Work) -> Attempt:
-        return SteeredAttempt(self._shop, lease, work, self._way(lease))
+        return SteeredAttempt(self._shop, lease, work, self._way(lease, work))
 
 
 class SteeredAttempt(Attempt):
@@ -135,12 +131,10 @@ class SteeredAttempt(Attempt):
 
     async def _prepare(self, engine: EngineClient) -> None:
         """Compute the prompt in the slot of the lease, so that the engine takes this one."""
-        rendered = self._lease.request.prompt
-        root = self._shop.root(self._lease.request.client)
-        if self._way is Way.FORESEEN or not prompt.is_exact(rendered, self._lease.request.route, root):
+        if self._way is Way.FORESEEN or self._work.text is None:
             return
         body = {
-            "prompt": prompt.text_of(rendered),
+            "prompt": self._work.text,
             "n_predict": 0,
             "id_slot": self._lease.slot.slot,
             "cache_prompt": not self._fresh,

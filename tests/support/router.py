@@ -156,6 +156,7 @@ def config_for(count: int, **more: Any) -> Config:
     scheduling = more.pop("scheduling", {"in_flight": "slots", "queue": "fifo"})
     backends = [{"name": f"b{number}", "model": "demo"} for number in range(count)]
     pool = {"name": "m", "aliases": ["alias"], "scheduling": scheduling, "backends": backends}
+    pool |= more.pop("pool", {})
     limits = {"drain_timeout": 1, **more.pop("limits", {})}
     return Config.model_validate({"pools": [pool], "listen": {"port": 0}, "limits": limits, **more})
 
