@@ -338,6 +338,8 @@ class _Session:
         address = self._address()
         self._display.say(f"\nServing at {address}/v1 (Ctrl-C stops). Try it:\n")
         self._display.say(curl_line(self._config, address) + "\n")
+        if self._config.ui:
+            self._display.say(f"Live page: {address}/ui\n")
 
     def _address(self) -> str:
         host, port = self._listening.getsockname()[:2]
