@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import time
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import quantiles
@@ -277,12 +277,22 @@ class _Live:
         ), "".join(parts)
 
 
-@asynccontextmanager
-async def _routed(engine: Engine, slots: int) -> AsyncIterator[str]:
-    """``warmslot up`` on the demo model, as a process of its own; the value is its address."""
-    setting = EngineKind.EMBEDDED.value if engine.kind is EngineKind.EMBEDDED else engine.path
+def _routed(engine: Engine, slots: int) -> AbstractAsyncContextManager[str]:
     backend = {"name": "demo", "model": "demo", "slots": slots}
-    config = {"engine": setting, "pools": [{"name": "demo", "backends": [backend]}]}
+    return routed({"engine": engine_setting(engine), "pools": [{"name": "demo", "backends": [backend]}]})
+
+
+def engine_setting(engine: Engine) -> str | None:
+    """The ``engine`` setting that finds this engine."""
+    return EngineKind.EMBEDDED.value if engine.kind is EngineKind.EMBEDDED else engine.path
+
+
+@asynccontextmanager
+async def routed(config: dict[str, Any]) -> AsyncIterator[str]:
+    """``warmslot up`` on a configuration, as a process of its own; the value is its address.
+
+    Raises :class:`BenchError` if it does not start.
+    """
     with TemporaryDirectory(prefix="warmslot-bench-") as folder:
         file = f"{folder}/bench.yaml"
         with open(file, "w", encoding="utf-8") as text:  # noqa: ASYNC230, PTH123 - a few bytes

@@ -52,6 +52,7 @@ bench_app = typer.Typer(help="Measures on this machine.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 cli_insight.add_to(app)
+bench_app.command("replay")(cli_insight.bench_replay)
 cli_ops.add_to(app)
 cli_plan.add_to(app)
 

@@ -127,24 +127,56 @@ def advise(
             show_default=False,
         ),
     ] = None,
+    measure: Annotated[
+        int, typer.Option(min=0, max=12, help="Start the best so many candidates and serve the load on them.")
+    ] = 0,
+    model: Annotated[str, typer.Option(help="With --measure: the GGUF file, or demo.")] = "demo",
+    engine: Annotated[
+        str | None,
+        typer.Option(help="With --measure: path of a llama-server, or embedded.", show_default=False),
+    ] = None,
+    flags: Annotated[
+        str, typer.Option(help="With --measure: more flags for the engine, as one text.", show_default=False)
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """How many slots, and how many requests at once, from what a journal has measured."""
+    import asyncio
+    import shlex
+
     from warmslot.router.journal import JournalError
 
-    from . import advise_show
+    from . import advise_measure, advise_show
     from .advise import AdviceError
     from .advise import advise as find
+    from .engine import EngineError, find_engine
+    from .model import ModelError, find_model
 
+    measured: list[advise_measure.Measured] = []
     with _steps() as progress:
         try:
             advice, reading = find(journal, kv_tokens=kv_tokens, progress=progress)
-        except (JournalError, AdviceError) as error:
+            if measure:
+                measured = asyncio.run(
+                    advise_measure.measure(
+                        advice,
+                        advise_measure.contenders(advice, measure),
+                        engine=find_engine(engine),
+                        model=find_model(model),
+                        args=shlex.split(flags),
+                        progress=progress,
+                    )
+                )
+        except (JournalError, AdviceError, advise_measure.MeasureError, EngineError, ModelError) as error:
             _fail(str(error))
     if as_json:
-        _print_json(advise_show.as_json(advice))
+        found = advise_show.as_json(advice)
+        found["measured"] = advise_measure.as_json(measured)
+        _print_json(found)
     else:
         advise_show.show(_console(), advice)
+        if measured:
+            advise_measure.show(_console(), measured)
     if reading.skipped:
         typer.echo(f"{reading.skipped} lines were skipped, the first: {reading.why}", err=True)
 
@@ -206,6 +238,60 @@ def check(
     else:
         checking.show(_console(), result)
     if not result.good:
+        raise typer.Exit(1)
+
+
+def bench_replay(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="LOAD",
+            help="A journal, a recorded trace, or agents=12,turns=6,first=1000,growth=200,output=40.",
+            show_default=False,
+        ),
+    ],
+    targets: Annotated[
+        list[str],
+        typer.Argument(metavar="[NAME=]URL...", help="Servers with /v1/completions.", show_default=False),
+    ],
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="How often each server is measured.")] = 3,
+    live: Annotated[int, typer.Option(min=1, max=1024, help="Conversations at once, for traces.")] = 12,
+    calls: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many calls.", show_default=False)
+    ] = None,
+    pace: Annotated[float, typer.Option(min=0, max=100, help="Scales pauses between calls; 0: none.")] = 1.0,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The model to ask for; else the first that a server lists.", show_default=False),
+    ] = None,
+    key: Key = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the figures and every call here.", show_default=False),
+    ] = None,
+) -> None:
+    """Serve one load on several servers, in turn and again, and compare them with confidence intervals."""
+    import asyncio
+    from dataclasses import replace
+
+    import orjson
+    from warmslot.router.journal import JournalError
+
+    from . import bench_replay as benching
+
+    try:
+        servers = [replace(benching.target(text), key=key) for text in targets]
+        load, texts = benching.source(source, live=live, calls=calls)
+    except (benching.ReplayError, JournalError) as error:
+        _fail(str(error))
+    with _steps() as progress:
+        sides = asyncio.run(
+            benching.replay(load, texts, servers, rounds=rounds, pace=pace, model=model, progress=progress)
+        )
+    benching.show(_console(), load, sides)
+    if json is not None:
+        json.write_bytes(orjson.dumps(benching.as_json(load, sides), option=orjson.OPT_INDENT_2))
+    if benching.complaints(sides):
         raise typer.Exit(1)
 
 

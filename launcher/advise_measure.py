@@ -1,0 +1,139 @@
+"""``warmslot advise --measure``: the best candidates for real, beside what was foretold of them.
+
+Each is a warmslot of its own on a free port, which serves the journal's load with texts of the same shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from .bench import BenchError, engine_setting, routed
+from .bench_replay import Target, replay
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from .advise import Advice
+    from .driver import Served
+    from .engine import Engine
+    from .forecast import Forecast
+
+
+class MeasureError(Exception):
+    """A candidate cannot be measured; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One candidate: foretold and served."""
+
+    forecast: Forecast
+    served: Served
+
+    @property
+    def reuse_off(self) -> float:
+        """Foretold less measured reuse, as a share of the prompt tokens."""
+        return self.forecast.reuse - (self.served.reuse or 0.0)
+
+    @property
+    def time_off(self) -> float:
+        """How much longer (or less long) was foretold, as a share of what was measured."""
+        return self.forecast.makespan / self.served.seconds - 1 if self.served.seconds else 0.0
+
+
+def contenders(advice: Advice, count: int) -> list[Forecast]:
+    """The candidates to measure: the advised one, then the best of each other slot count."""
+    best: dict[int, Forecast] = {}
+    for one in sorted(advice.candidates, key=lambda one: (one.makespan, one.mean_seconds)):
+        best.setdefault(one.setup.slots, one)
+    others = [one for slots, one in best.items() if slots != advice.best.setup.slots]
+    return [advice.best, *others][:count]
+
+
+async def measure(
+    advice: Advice,
+    candidates: Sequence[Forecast],
+    *,
+    engine: Engine,
+    model: Path,
+    args: Sequence[str],
+    progress: Callable[[str, int, int], None],
+) -> list[Measured]:
+    """Serve the load on each candidate. Raises :class:`MeasureError`."""
+    found = []
+    for one in candidates:
+        setup = one.setup
+        backend: dict[str, Any] = {
+            "name": "candidate",
+            "model": str(model),
+            "slots": setup.slots,
+            "context": setup.context
+            + 256,  # the texts are as long in tokens as they can be made, not exactly
+            "args": list(args),
+        }
+        pool = {"name": "m", "scheduling": {"in_flight": setup.in_flight}, "backends": [backend]}
+        config = {"engine": engine_setting(engine), "pools": [pool]}
+        name = f"{setup.slots} slots, {setup.in_flight}"
+        try:
+            async with routed(config) as url:
+                (side,) = await replay(
+                    advice.load,
+                    {},
+                    [Target(f"measuring {name}", url)],
+                    rounds=1,
+                    pace=1.0,
+                    model="m",
+                    progress=progress,
+                )
+        except BenchError as error:
+            raise MeasureError(f"{name}: {error}") from error
+        (served,) = side.rounds
+        if served.failures:
+            raise MeasureError(f"{name}: {len(served.failures)} calls failed: {served.failures[0].error}")
+        found.append(Measured(one, served))
+    return found
+
+
+def show(console: Console, measured: Sequence[Measured]) -> None:
+    """Print foretold beside measured."""
+    table = Table(title="Measured", title_justify="left", header_style="bold")
+    table.add_column("slots", justify="right")
+    table.add_column("at once")
+    for name in ("reuse foretold", "measured", "makespan foretold", "measured", "off by"):
+        table.add_column(name, justify="right")
+    for one in measured:
+        table.add_row(
+            *(str(one.forecast.setup.slots), one.forecast.setup.in_flight),
+            *(f"{one.forecast.reuse:.1%}", "–" if one.served.reuse is None else f"{one.served.reuse:.1%}"),
+            *(f"{one.forecast.makespan:.1f} s", f"{one.served.seconds:.1f} s", f"{one.time_off:+.0%}"),
+        )
+    console.print(table)
+    best = min(measured, key=lambda one: one.served.seconds)
+    advised = measured[0]
+    if best is advised:
+        text = "The advised setup was the fastest of those measured."
+    else:
+        more = advised.served.seconds / best.served.seconds - 1
+        text = f"{best.forecast.setup.slots} slots were faster: the advised setup took {more:.0%} longer."
+    console.print(text, highlight=False)
+
+
+def as_json(measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    """Everything as plain values."""
+    return [
+        {
+            "slots": one.forecast.setup.slots,
+            "in_flight": one.forecast.setup.in_flight,
+            "reuse_foretold": one.forecast.reuse,
+            "reuse_measured": one.served.reuse,
+            "seconds_foretold": one.forecast.makespan,
+            "seconds_measured": one.served.seconds,
+        }
+        for one in measured
+    ]
