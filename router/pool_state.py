@@ -218,11 +218,10 @@ class Pool:
             waiting.stale.discard(ref)
             known = ref in residency.slots and request.keeps_prefix
             shared = residency.match(request.prompt, ref) if known else 0
-            before = waiting.tokens.get(ref, 0)
             if shared:
                 waiting.matches[ref] = shared
                 waiting.tokens[ref] = self._reusable(waiting, ref, shared)
-            elif before:
+            elif ref in waiting.matches:  # also where what it shared was less than a token
                 del waiting.matches[ref], waiting.tokens[ref]
             now = waiting.tokens.get(ref, 0)
             touched = (
@@ -396,6 +395,8 @@ def _matters(waiting: Waiting, ref: SlotRef, theirs: Sequence[int]) -> bool:
     if 0 < blocks < shared and theirs[blocks] != ours[blocks] and theirs[blocks - 1] == ours[blocks - 1]:
         return False  # it still shares as much: often a preamble
     waiting.stale.add(ref)
+    if not theirs and ref in waiting.matches:
+        return True  # it may be gone altogether: nothing may be looked up in it any more
     if waiting.second_slot is None or ref in {waiting.best_slot, waiting.second_slot}:
         return True
     beyond = waiting.second_bytes // BLOCK

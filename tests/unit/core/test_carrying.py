@@ -78,3 +78,32 @@ def test_an_interrupted_request_confirms_nothing() -> None:
     core.finish("again", Outcome(Status.CANCELLED), 5.0)
     assert core.slots()[0].resident_tokens == 0
     assert ask(core, "once more", FIRST, 6.0)[1] > 0
+
+
+def test_requests_that_wait_survive_a_change_to_fewer_slots() -> None:
+    core = RouterCore({"p": CoreSettings(in_flight="serialize", linger=0.0)})
+    core.backend_up("a", "p", 4, 4096, 0.0, known_empty=True)
+    preamble = b"What all of them begin with. " * 20
+    texts = [preamble + bytes(f"Story {number} is its own. " * 30, "ascii") for number in range(4)]
+    for number, text in enumerate(texts):
+        ask(core, f"first {number}", text, float(number))
+        finish(core, f"first {number}", text, 0, float(number))
+    core.backend_admit("a", admit=False)
+    for number, text in enumerate(texts):
+        core.submit(Request(id=f"next {number}", prompt=Prompt.of(text + b"more"), pool="p"), 5.0)
+        core.submit(Request(id=f"new {number}", prompt=Prompt.of(preamble + text[-40:]), pool="p"), 5.0)
+        core.submit(Request(id=f"brief {number}", prompt=Prompt.of(b"Wh" + text[-40:]), pool="p"), 5.0)
+    kept = core.contents("a")
+    core.backend_down("a", 6.0)
+    core.submit(Request(id="late", prompt=Prompt.of(texts[3] + b"late"), pool="p"), 6.5)
+    core.backend_up("a", "p", 2, 4096, 7.0, known_empty=True)
+    for slot, contents in enumerate(kept[:2]):
+        core.believe("a", Contents(slot, contents.context, contents.session), 7.0)
+    served = 0
+    while leases := core.grant(8.0 + served):
+        for lease in leases:
+            finish(
+                core, lease.request.id, lease.request.prompt.data or b"", lease.predicted_tokens, 8.0 + served
+            )
+            served += 1
+    assert served == 13
