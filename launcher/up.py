@@ -33,6 +33,7 @@ from .process import State
 from .progress import start_watches
 from .state import folder_of
 from .supervisor import Launch, Manners, Supervisor
+from .warm_up import WarmUp, WarmUpError
 from .warmth import Warmth
 
 if TYPE_CHECKING:
@@ -195,8 +196,13 @@ class _Session:
         self._config = config
         self._display = display
         self._listening = listening
+        self._warm_up = WarmUp({pool.name: pool.warm_up for pool in config.pools})
         try:
-            self._router: Router = create_router(config)
+            self._warm_up.check()
+        except WarmUpError as error:
+            raise StartError(str(error)) from error
+        try:
+            self._router: Router = create_router(config, observers=[self._warm_up])
         except JournalError as error:
             raise StartError(str(error)) from error
         self._server = _Server(server_config(self._router.app, config))
@@ -204,6 +210,7 @@ class _Session:
         self._warmth = Warmth(
             self._router.dispatcher,
             lambda name: self._supervisor.launch(name),  # noqa: PLW0108 - it is made after this
+            self._warm_up.cold,
         )
         self._supervisor = Supervisor(
             launches,
@@ -248,6 +255,7 @@ class _Session:
                 lambda name: self._supervisor.backend(name).progress_timeout,
             ),
             asyncio.create_task(MemoryWatch().run(), name="memory"),
+            asyncio.create_task(self._warm_up.run(self._address(), self._key()), name="warm-up"),
         ]
         work = asyncio.create_task(self._work(), name="backends")
         asked = asyncio.create_task(self._signals.get(), name="signal")
@@ -329,6 +337,13 @@ class _Session:
         await self._supervisor.kill()
         serving.cancel()
         await asyncio.wait({serving})
+
+    def _key(self) -> str | None:
+        """A key of our own router, for requests to ourselves."""
+        for key in self._config.keys:
+            if key.value is not None:
+                return key.value.get_secret_value()
+        return None
 
     def _ready(self) -> list[str]:
         return [status.name for status in self._supervisor.status() if status.state is State.READY]

@@ -40,11 +40,20 @@ _LEAST = 64
 
 
 class Warmth:
-    """A :class:`~.runner.Listener` in front of the dispatcher. ``launch_of`` tells what runs as a backend."""
+    """A :class:`~.runner.Listener` in front of the dispatcher. ``launch_of`` tells what runs as a backend.
 
-    def __init__(self, dispatcher: Dispatcher, launch_of: Callable[[str], Launch]) -> None:
+    ``on_cold`` gets a pool's name when one of its backends was started anew.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        launch_of: Callable[[str], Launch],
+        on_cold: Callable[[str], None] | None = None,
+    ) -> None:
         self._dispatcher = dispatcher
         self._launch_of = launch_of
+        self._on_cold = on_cold
         self._folders: dict[str, Folder] = {}
         self.log_event: Callable[[str, LogEvent], None] = dispatcher.log_event
 
@@ -52,6 +61,9 @@ class Warmth:
         """A backend serves: what was saved of it is put back first, where it was started anew."""
         restored = await self._restore(name, url, slots, context) if fresh else []
         await self._dispatcher.backend_ready(name, url, slots, context, fresh=fresh, restored=restored)
+        backend = self._dispatcher.backend(name)
+        if fresh and self._on_cold is not None and backend is not None:
+            self._on_cold(backend.pool)
 
     async def backend_draining(self, name: str) -> None:
         """Let what runs end, then save what the slots hold."""

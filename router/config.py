@@ -182,6 +182,9 @@ class Pool(Section):
     are compared. The engine still computes it and what follows."""
     sort_tools: bool = False
     """Sort the tools of every request by name before it is sent, for clients that send them in any order."""
+    warm_up: tuple[str, ...] = ()
+    """Files, each a request body (JSON with `messages` or `prompt`) whose prompt is prefilled after a start,
+    while nobody wants anything."""
     backends: tuple[Backend, ...] = Field(min_length=1)
     """The servers of this pool."""
 

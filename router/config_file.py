@@ -227,7 +227,12 @@ def _complete(config: Config, document: _Document, folder: Path, env: Mapping[st
     if errors:
         raise ConfigError(errors)
     pools = tuple(
-        pool.model_copy(update={"backends": tuple(_with_paths(backend, folder) for backend in pool.backends)})
+        pool.model_copy(
+            update={
+                "backends": tuple(_with_paths(backend, folder) for backend in pool.backends),
+                "warm_up": tuple(_path(file, folder) for file in pool.warm_up),
+            }
+        )
         for pool in config.pools
     )
     update: dict[str, object] = {

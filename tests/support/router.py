@@ -20,6 +20,7 @@ from tests.fakes.llama_server import FakeLlamaServer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
+    from warmslot.router.observer import Observer
     from warmslot.router.values import Lease, Outcome, Report
 
 QUICK = Timing(first_check=0.02, recheck=0.02, blind=0.05, health=0.02, hold=5.0)
@@ -168,6 +169,7 @@ async def serving(
     ready: bool = True,
     fresh: bool = True,
     timing: Timing = QUICK,
+    observers: Sequence[Observer] = (),
     **more: Any,
 ) -> AsyncIterator[Service]:
     """A router on its own port in front of ``engines``; ``more`` are settings of its configuration.
@@ -176,7 +178,7 @@ async def serving(
     """
     watcher = Watcher()
     config = config_for(len(engines), **more)
-    router = create_router(config, observers=[watcher], timing=timing)
+    router = create_router(config, observers=[watcher, *observers], timing=timing)
     server = uvicorn.Server(server_config(router.app, config))
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"

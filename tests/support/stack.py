@@ -121,6 +121,7 @@ async def stack(
     supervisor = Supervisor([launch], warmth, recorder, manners=manners, folder=state)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     async with AsyncExitStack() as ends:
+        ends.callback(listening.close)
         ends.callback(state.release)
         ends.push_async_callback(asyncio.wait, {serving})
         ends.callback(setattr, server, "should_exit", True)

@@ -1,0 +1,157 @@
+"""Prefills prompts worth having after a start while nobody wants anything, and stops when somebody does.
+
+A prompt is a request body as clients send it (system text, tools). It goes the way of every request, through
+the router, so that it lands where its continuations will look for it; with nothing to generate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from warmslot.router.values import Lease, Outcome, Report
+
+log = logging.getLogger("warmslot.launcher")
+
+_TIMEOUT = 600.0
+_QUIET = 1.0
+"""Seconds without any request before a prompt is prefilled."""
+
+
+class WarmUpError(Exception):
+    """A file holds no prompt; one line."""
+
+
+def read_prompt(path: Path) -> dict[str, Any]:
+    """A request body with ``messages`` or ``prompt``. Raises :class:`WarmUpError`."""
+    try:
+        body = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise WarmUpError(f"warm_up: {path}: {error.strerror}") from None
+    except orjson.JSONDecodeError as error:
+        raise WarmUpError(f"warm_up: {path}: not JSON: {error}") from None
+    if not isinstance(body, dict) or not {"messages", "prompt"} & body.keys():
+        raise WarmUpError(f"warm_up: {path}: found no messages and no prompt, allowed: a request body")
+    return body
+
+
+class WarmUp:
+    """One router's warm-up. It observes the router: its own request is the only one while it works.
+
+    ``prompts`` are the files of each pool.
+    """
+
+    def __init__(self, prompts: Mapping[str, Sequence[str]]) -> None:
+        self._prompts = {pool: tuple(map(Path, files)) for pool, files in prompts.items() if files}
+        self._demand = 0
+        self._changed = asyncio.Event()
+        self._wanted: asyncio.Queue[str] = asyncio.Queue()
+
+    def check(self) -> None:
+        """Raise :class:`WarmUpError` for the first file that holds no prompt."""
+        for files in self._prompts.values():
+            for file in files:
+                read_prompt(file)
+
+    def cold(self, pool: str) -> None:
+        """A backend of the pool was started anew."""
+        if pool in self._prompts:
+            self._wanted.put_nowait(pool)
+
+    async def run(self, address: str, key: str | None) -> None:
+        """Prefill what is wanted, for ever. ``address`` and ``key`` are the router's own."""
+        headers = {"X-Warmslot-Priority": "batch"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        async with httpx.AsyncClient(
+            base_url=address, headers=headers, timeout=_TIMEOUT, trust_env=False
+        ) as client:
+            while True:
+                pool = await self._wanted.get()
+                for file in self._prompts[pool]:
+                    await self._prefill(client, pool, file)
+
+    async def _prefill(self, client: httpx.AsyncClient, pool: str, file: Path) -> None:
+        while True:
+            await self._quiet()
+            try:
+                body = read_prompt(file)
+            except WarmUpError as error:
+                log.warning("%s", error)
+                return
+            path = "/v1/chat/completions" if "messages" in body else "/completion"
+            body |= {"model": pool, "stream": True, "return_progress": True, "n_predict": 0, "max_tokens": 0}
+            sending = asyncio.create_task(_send(client, path, body))
+            busy = asyncio.create_task(self._until(lambda: self._demand > 1))
+            try:
+                await asyncio.wait({sending, busy}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                finished = sending.done()
+                for task in (sending, busy):
+                    task.cancel()
+                await asyncio.wait({sending, busy})
+            if finished:
+                with contextlib.suppress(asyncio.CancelledError):
+                    if status := sending.result():
+                        log.warning("%s: not prefilled: %s", file, status)
+                    else:
+                        log.info("%s: prefilled for pool %s", file, pool)
+                return
+
+    async def _quiet(self) -> None:
+        """Wait until nobody has wanted anything for a moment."""
+        while True:
+            await self._until(lambda: self._demand == 0)
+            try:
+                async with asyncio.timeout(_QUIET):
+                    await self._until(lambda: self._demand > 0)
+            except TimeoutError:
+                return
+
+    async def _until(self, condition: Any) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    # -- what the router tells -----------------------------------------------------------------------------
+
+    def demanded(self, pool: str, by: int, now: float) -> None:
+        """So many more (or fewer) requests are there."""
+        del pool, now
+        self._demand += by
+        self._changed.set()
+
+    def granted(self, lease: Lease, decision_seconds: float) -> None:
+        """Nothing to do."""
+
+    def decoding(self, lease: Lease, now: float) -> None:
+        """Nothing to do."""
+
+    def finished(self, lease: Lease, report: Report, outcome: Outcome, now: float) -> None:
+        """Nothing to do."""
+
+    def backend_changed(self, backend: str, *, up: bool, slots: int, context: int, reason: str) -> None:
+        """Nothing to do."""
+
+    def engine_selected(self, backend: str, by: str) -> None:
+        """Nothing to do."""
+
+
+async def _send(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> str:
+    """Send one; empty where it went well. Never raises."""
+    try:
+        async with client.stream("POST", path, json=body) as answer:
+            async for _ in answer.aiter_bytes():
+                pass
+            return "" if answer.is_success else f"status {answer.status_code}"
+    except httpx.HTTPError as error:
+        return str(error) or type(error).__name__
