@@ -1,4 +1,4 @@
-"""Volatile text left out of keys, tools in order: only where the operator says so, and told to the journal."""
+"""Volatile text left out of keys, tools in order: only where the operator says so; the journal is told."""
 
 from __future__ import annotations
 
