@@ -92,6 +92,18 @@ class _Store:
         for key, content in self.contents.items():
             content.match_tokens = _reusable(content.context, served, blocks.get(key, 0))
 
+    def best(self, served: Served) -> tuple[int, list[_Content]]:
+        """The most tokens that any content would save, and the contents that the prompt covers wholly."""
+        blocks = self._trie.match(served.prompt.chain)
+        most = max(blocks.values(), default=0)
+        contents = self.contents
+        if not most:  # a few bytes in common are found the long way
+            return max((_reusable(c.context, served, 0) for c in contents.values()), default=0), []
+        longest = [contents[key].context for key, shared in blocks.items() if shared == most]
+        best = max(_reusable(context, served, most) for context in longest)
+        covered = [contents[key] for key, n in blocks.items() if n >= len(contents[key].context.chain)]
+        return best, [content for content in covered if content.context.length <= served.prompt.length]
+
 
 def _reusable(context: Context, served: Served, blocks: int) -> int:
     shared = context.refine(served.prompt, blocks)
@@ -163,10 +175,7 @@ class Shadow:
                 self._store.remove(content)
 
     def _serve_unbounded(self, served: Served, context: Context) -> int:
-        self._all.match(served)
-        contents = self._all.contents.values()
-        best = max((content.match_tokens for content in contents), default=0)
-        covered = [content for content in contents if content.match_tokens >= content.context.tokens]
+        best, covered = self._all.best(served)
         for content in covered:
             self._drop(content)
         if context.length > _MAX_BYTES:

@@ -61,7 +61,8 @@ class PrefixTrie:
     def __init__(self) -> None:
         self._trie: Trie[tuple[int, ...], int, int] = Trie()
         self._chains: dict[int, array[int]] = {}
-        self._live = 0
+        self._first: dict[int, int] = {}
+        """For the hash of a first block: the mask of the contexts that begin with it."""
 
     def __len__(self) -> int:
         return len(self._chains)
@@ -76,8 +77,11 @@ class PrefixTrie:
         if old is not None:
             kept = common_blocks(old, chain) // STRIDE
             self._prune(key, old, kept)
+        if old is not None and (not chain or old[:1] != chain[:1]):
+            self._unmark(key, old)
         self._chains[key] = chain
-        self._live |= 1 << key
+        if chain:
+            self._first[chain[0]] = self._first.get(chain[0], 0) | 1 << key
         path = tuple(chain[STRIDE - 1 :: STRIDE])
         if len(path) > kept:
             bit = 1 << key
@@ -90,8 +94,16 @@ class PrefixTrie:
         """Forget ``key``; unknown keys are ignored."""
         old = self._chains.pop(key, None)
         if old is not None:
-            self._live &= ~(1 << key)
+            self._unmark(key, old)
             self._prune(key, old, 0)
+
+    def _unmark(self, key: int, chain: array[int]) -> None:
+        if chain:
+            left = self._first[chain[0]] & ~(1 << key)
+            if left:
+                self._first[chain[0]] = left
+            else:
+                del self._first[chain[0]]
 
     def _prune(self, key: int, chain: array[int], kept: int) -> None:
         path = tuple(chain[STRIDE - 1 :: STRIDE])
@@ -111,7 +123,7 @@ class PrefixTrie:
     def match(self, chain: array[int]) -> dict[int, int]:
         """Blocks that each context shares with ``chain`` (where it shares any)."""
         found: dict[int, int] = {}
-        live = self._live
+        live = self._first.get(chain[0], 0) if chain else 0
         depth = 0
         for depth, mask in enumerate(self._masks(chain), start=1):  # the last depth is used
             gone = live & ~mask
