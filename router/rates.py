@@ -23,6 +23,14 @@ _SHARING_PRIOR = 0.2
 _PRIOR_TOKENS = 500.0
 """Output tokens that the prior slope counts for."""
 
+_MOST_AT_ONCE = 4.0
+"""One observation counts as at most this many times slower or faster than expected: a machine that slept, a
+clock that jumped or a cache that was asked for help must not spoil what is known."""
+
+_SHORT = 128
+"""Prefills of fewer tokens tell what a prefill costs at least, not what a token costs."""
+_FIXED_PULL, _FIXED_STEP = 0.1, 0.05
+
 _MEMORY = 20_000
 """Tokens after which an observation has lost about two thirds of its weight."""
 
@@ -91,6 +99,8 @@ class Rates:
 
     _blocks: dict[int, _Mean] = field(default_factory=dict)
     _steps: _Steps = field(default_factory=_Steps)
+    _fixed: float = 0.0
+    """Seconds that a prefill takes however short it is."""
     _curve: list[tuple[float, float]] = field(default_factory=list)
     """Of each block, as far as asked for since the last lesson: seconds for all before it, and its rate."""
 
@@ -130,17 +140,26 @@ class Rates:
         return tokens * self.step_seconds(busy)
 
     def saw_prefill(self, start: int, end: int, seconds: float) -> None:
-        """A request computed prompt tokens ``[start, end)`` in ``seconds``."""
-        expected = self.prefill_seconds(start, end)
-        if end <= start or seconds <= 0 or expected <= 0:
+        """A request computed prompt tokens ``[start, end)`` in ``seconds``.
+
+        What a prefill costs however short it is, short ones tell; long ones are not charged with it.
+        """
+        tokens = end - start
+        if tokens <= 0 or seconds <= 0:
             return
-        ratio = seconds / expected
+        if tokens < _SHORT and self._blocks:
+            extra = max(0.0, seconds - self.prefill_seconds(start, end))
+            self._fixed += (min(extra, _MOST_AT_ONCE * self._fixed + _FIXED_STEP) - self._fixed) * _FIXED_PULL
+            return
+        seconds = max(seconds - self._fixed, seconds / 2)
+        ratio = seconds / self.prefill_seconds(start, end)
+        if self._blocks:
+            ratio = min(max(ratio, 1 / _MOST_AT_ONCE), _MOST_AT_ONCE)
         while start < end:
             block = start // BLOCK_TOKENS
             stop = min(end, (block + 1) * BLOCK_TOKENS)
-            tokens = stop - start
-            share = tokens * self.prefill_rate(block) * ratio
-            self._blocks.setdefault(block, _Mean()).add(share, tokens, _MEMORY)
+            share = (stop - start) * self.prefill_rate(block) * ratio
+            self._blocks.setdefault(block, _Mean()).add(share, stop - start, _MEMORY)
             start = stop
         self._curve.clear()
 
@@ -149,5 +168,10 @@ class Rates:
 
         Time in which it stood still for the prefill of others does not belong to ``seconds``.
         """
-        if tokens > 0 and seconds > 0:
-            self._steps.add(max(1.0, busy), seconds / tokens, tokens)
+        if tokens <= 0 or seconds <= 0:
+            return
+        step = seconds / tokens
+        if self._steps.weight > 0:
+            expected = self.step_seconds(busy)
+            step = min(max(step, expected / _MOST_AT_ONCE), expected * _MOST_AT_ONCE)
+        self._steps.add(max(1.0, busy), step, tokens)
