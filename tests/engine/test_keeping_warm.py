@@ -1,0 +1,130 @@
+"""Changing a backend's slots under load: no request fails, and what was kept comes back warm."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from warmslot.router.values import Loss
+
+from tests.support.stack import Stack, stack
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from warmslot.launcher.engine import Engine
+
+CLIENTS = 16
+PROMPT_LINES = 8
+
+
+def conversation(number: int, turns: int, length: int = PROMPT_LINES) -> str:
+    lines = [f"Client {number} says line {line} of {number * 37}.\n" for line in range(length)]
+    return "".join(lines) + "".join(f"Turn {turn} of {number}.\n" for turn in range(turns))
+
+
+async def talk(running: Stack, number: int, over: asyncio.Event) -> None:
+    """One client: turn after turn, until told to stop."""
+    turns = 0
+    while not over.is_set():
+        answer = await running.complete(conversation(number, turns, length=2), n_predict=1)
+        assert answer.status_code == 200, answer.text
+        turns += 1
+
+
+async def change(running: Stack, slots: int) -> None:
+    now = running.supervisor.backend("one")
+    await running.supervisor.restart("one", now.model_copy(update={"slots": slots}))
+
+
+async def test_slots_change_from_4_to_2_to_8_under_16_clients(
+    installed_engine: Engine, demo_model: Path, tmp_path: Path
+) -> None:
+    over = asyncio.Event()
+    scheduling = {"in_flight": "pair", "queue": "fifo"}  # everybody gets a turn soon
+    async with stack(installed_engine, demo_model, tmp_path, context=512, scheduling=scheduling) as running:
+        clients = [asyncio.create_task(talk(running, number, over)) for number in range(CLIENTS)]
+        try:
+            for slots in (2, 8):
+                before = len(running.reports())
+                await running.watcher.until(lambda _, least=before + CLIENTS: len(running.reports()) >= least)
+                await change(running, slots)
+                status = running.supervisor.status_of("one")
+                assert (status.state, status.slots) == ("ready", slots)
+            before = len(running.reports())
+            await running.watcher.until(lambda _, least=before + CLIENTS: len(running.reports()) >= least)
+        finally:
+            over.set()
+            await asyncio.gather(*clients)
+        assert all(answer.status_code == 200 for answer in running.answers)
+        assert len(running.answers) == running.sent == len(running.reports())
+
+
+async def test_kept_contexts_come_back_warm(
+    installed_engine: Engine, demo_model: Path, tmp_path: Path
+) -> None:
+    async with stack(installed_engine, demo_model, tmp_path, context=512) as running:
+        for number in range(4):
+            await running.complete(conversation(number, 1))
+        held = {slot.ref.slot: slot.resident_tokens for slot in running.router.dispatcher.slots()}
+        assert min(held.values()) > 100
+        await change(running, 2)
+        kept = await warm_tokens(running, await still_held(running))
+        assert kept >= 0.8 * 2 * min(held.values())
+        await change(running, 8)
+        back = await warm_tokens(running, range(4))
+        assert back >= 0.8 * sum(held.values())
+
+
+async def still_held(running: Stack) -> list[int]:
+    """The conversations whose contexts were put back."""
+    contents = running.router.dispatcher.contents("one")
+    found = []
+    for number in range(4):
+        text = conversation(number, 1).encode()
+        found += [number for one in contents if one.context.data and one.context.data.startswith(text)]
+    assert len(found) == len(contents) == 2
+    return found
+
+
+async def warm_tokens(running: Stack, numbers: Sequence[int]) -> int:
+    """Ask for the conversations' next turns; how many tokens were reused. Each came as predicted."""
+    total = 0
+    for number in numbers:
+        answer = await running.complete(conversation(number, 2))
+        assert answer.status_code == 200
+        report = running.reports()[-1]
+        assert abs(report.predicted_tokens - report.cached_tokens) <= 2
+        assert report.losses.get(Loss.RESTARTED, 0) == 0
+        total += report.cached_tokens
+    return total
+
+
+async def test_what_was_saved_at_a_stop_is_warm_after_the_next_start(
+    installed_engine: Engine, demo_model: Path, tmp_path: Path
+) -> None:
+    async with stack(installed_engine, demo_model, tmp_path, context=512) as running:
+        await running.complete(conversation(0, 1))
+        held = running.router.dispatcher.contents("one")[0].tokens
+        assert await running.warmth.save("one") == 1
+    async with stack(installed_engine, demo_model, tmp_path, context=512, slots=3) as running:
+        assert all(slot.resident_tokens == 0 for slot in running.router.dispatcher.slots())  # not yet seen
+        await running.complete(conversation(0, 2))
+        report = running.reports()[0]
+        assert report.cached_tokens >= 0.8 * held
+        # Only hashes outlast the process: the prediction is exact to a block.
+        assert 0 <= report.cached_tokens - report.predicted_tokens <= 64
+
+
+async def test_files_of_other_settings_are_refused(
+    installed_engine: Engine, demo_model: Path, tmp_path: Path
+) -> None:
+    async with stack(installed_engine, demo_model, tmp_path, context=512) as running:
+        await running.complete(conversation(0, 1))
+        assert await running.warmth.save("one") == 1
+    args = ["--no-warmup", "-ctk", "q8_0"]
+    async with stack(installed_engine, demo_model, tmp_path, context=512, args=args) as running:
+        await running.complete(conversation(0, 1))
+        assert running.reports()[0].cached_tokens == 0
+        assert running.reports()[0].predicted_tokens == 0
