@@ -1,5 +1,5 @@
 # One verb each; the work is in scripts/, which CI uses too.
-.PHONY: help run test check bench fuzz docs clean faults
+.PHONY: help run test check bench fuzz soak docs clean faults
 
 help:
 	@echo "make run     the demo on 127.0.0.1:8080 (makes .venv first; Ctrl-C stops it)"
@@ -8,6 +8,7 @@ help:
 	@echo "make bench   the benchmarks"
 	@echo "make fuzz    100,000 broken requests to a router on a fake engine (an hour or more)"
 	@echo "make faults  every fault of tests/engine/test_faults.py 20 times"
+	@echo "make soak    64 clients on each real engine for five minutes, with leaving and a kill"
 	@echo "make docs    write the generated pages again"
 	@echo "make clean   remove .venv, build/ and caches"
 
@@ -26,6 +27,9 @@ bench:
 
 fuzz:
 	@WARMSLOT_FUZZ=100000 scripts/test -q tests/fuzz
+
+soak:
+	@WARMSLOT_SOAK=300 scripts/test -q tests/e2e/test_load.py
 
 docs:
 	@scripts/venv demo test

@@ -1,4 +1,4 @@
-"""Volatile text left out of keys, tools in order: only where the operator says so; the journal is told."""
+"""Volatile text left out of keys, tools in order: only where the operator says so; told to the journal."""
 
 from __future__ import annotations
 
