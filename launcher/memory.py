@@ -6,6 +6,7 @@ compute buffers are the engine's own affair; only a try tells (:mod:`.plan`).
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -111,11 +112,11 @@ def _padded(tokens: int) -> int:
 
 def read_model(path: Path) -> Model:
     """The memory facts of a GGUF file. Raises :class:`PlanError`."""
-    from gguf import GGUFReader  # noqa: PLC0415 - it brings numpy along
+    from .gguf_metadata import MetadataReader  # noqa: PLC0415 - it brings numpy along
 
     try:
-        reader = GGUFReader(path)
-    except (ValueError, OSError, IndexError) as error:
+        reader = MetadataReader(path)
+    except (ValueError, OSError, IndexError, struct.error) as error:
         raise PlanError(f"{path} cannot be read as GGUF: {error}") from None
     fields = {
         name: field.contents()
