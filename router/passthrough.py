@@ -6,6 +6,7 @@ meets it in the same slot. What uses none needs no lease.
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,11 @@ from urllib.parse import parse_qs
 import orjson
 
 from . import errors
-from .backend import EngineBroke, EngineUnreachable
+from .backend import EngineBroke, EngineError, EngineUnreachable
 from .client import Client
 from .generation import ATTEMPTS, Passage, name_of, priority
 from .outbox import Outbox
-from .values import Outcome, Prompt, Request, Route, Status
+from .values import Outcome, Prompt, Request, Route, SlotObservation, Status
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -155,6 +156,17 @@ class Passthrough:
             if status is Status.ERROR:
                 dispatcher.suspect(lease.slot.backend)
 
+    async def _look(self, engine: EngineClient) -> None:
+        """Nothing is taken for known that the engine may have overwritten, until its ``/slots`` agrees.
+
+        Nothing else runs now, so asking delays the notice of nobody's leaving.
+        """
+        dispatcher = self._shop.dispatcher
+        slots = [view.ref.slot for view in dispatcher.slots() if view.ref.backend == engine.name]
+        dispatcher.observed(engine.name, [SlotObservation(slot, processing=True) for slot in slots])
+        with contextlib.suppress(EngineBroke, EngineError, EngineUnreachable):
+            dispatcher.observed(engine.name, await engine.slots() or [])
+
     async def _send(self, engine: EngineClient, work: _Work, lease: Lease | None) -> None:
         """Relay one exchange; a lease is finished when the answer's last byte has come."""
         shop, client = self._shop, work.client
@@ -183,7 +195,9 @@ class Passthrough:
                     await outbox.flush(broken=True)
                 raise
             if lease is not None:
-                refused = 400 <= response.status < 500  # noqa: PLR2004 - status classes
+                refused = 400 <= response.status < 500 or response.status == 501  # noqa: PLR2004
+                if not refused:
+                    await self._look(engine)
                 shop.dispatcher.finish(lease.request.id, Outcome(work.passage.status, untouched=refused))
             await outbox.flush()
             await client.end()

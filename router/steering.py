@@ -20,7 +20,7 @@ from .backend import EngineBroke, EngineError, EngineUnreachable
 from .generation import Attempt, Generation, Work
 from .stream import TruthReader
 from .trie import common_blocks
-from .values import BLOCK, Outcome, Route, SlotRef, Status
+from .values import BLOCK, Outcome, Route, SlotObservation, SlotRef, Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -195,6 +195,13 @@ class SteeredAttempt(Attempt):
         tasks = [(one.task, one.slot) for one in seen or () if one.task is not None and one.slot not in taken]
         if tasks:
             self._ran_on = SlotRef(backend, max(tasks)[1])
+
+    def _finish(self, outcome: Outcome) -> None:
+        super()._finish(outcome)
+        if self._ran_on is not None and self._ran_on != self._lease.slot and self._before is not None:
+            # The slot of the lease holds a prompt now that ran elsewhere.
+            stale = SlotObservation(self._lease.slot.slot, processing=True)
+            self._dispatcher.observed(self._lease.slot.backend, [stale])
 
     def _outcome(self, status: Status) -> Outcome:
         outcome = super()._outcome(status)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from warmslot.launcher.engine import EngineKind
 from warmslot.router.backend import EngineClient
 from warmslot.router.conversion import chat_of
 from warmslot.router.values import Route
@@ -16,7 +18,7 @@ from tests.engine.conftest import CONTEXT, SLOTS, RunningEngine
 from tests.support.router import chat, serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
     from pathlib import Path
 
     from warmslot.launcher.engine import Engine
@@ -232,3 +234,28 @@ async def test_responses_are_pinned_and_reused(service: Service) -> None:
     assert len(slots) == 1
     assert report.cached_tokens > 0.85 * (report.cached_tokens + report.processed_tokens)
     assert report.predicted_tokens == pytest.approx(report.cached_tokens, abs=4)
+
+
+async def test_what_embeddings_overwrite_is_not_counted_on(
+    installed_engine: Engine, start_engine: Callable[..., Awaitable[str]]
+) -> None:
+    """They run alone, on a slot of the engine's choice; the router claims nothing that it cannot know."""
+    if installed_engine.kind is EngineKind.EMBEDDED:
+        pytest.skip("the embedded engine has no option --embeddings")
+    profile = ("--no-kv-unified", "--no-cache-idle-slots", "--cache-ram", "0")
+    url = await start_engine("-np", "2", "-c", "1024", *profile, "--embeddings", "--pooling", "last")
+    async with serving([Address(url, 2, 512)]) as running:
+        text = "Rivers run to the sea. " * 12
+        for _ in range(2):
+            assert (await running.http.post("/v1/chat/completions", json=chat(text, max_tokens=2))).is_success
+        held = {view.ref.slot: view.resident_tokens for view in running.router.dispatcher.slots()}
+        asked = running.router.dispatcher
+        answers = await asyncio.gather(
+            *(running.http.post("/v1/embeddings", json={"input": [f"One {n}", text]}) for n in range(3))
+        )
+        assert [len(answer.json()["data"]) for answer in answers] == [2, 2, 2]
+        await running.watcher.until(lambda w: w.level["m"] == 0)
+        assert not asked.held()
+        assert max(held.values()) > 50
+        again = await running.http.post("/v1/chat/completions", json=chat(text, max_tokens=2))
+        assert int(again.headers["x-warmslot-predicted-tokens"]) <= again.json()["timings"]["cache_n"] + 2
