@@ -42,7 +42,8 @@ async def test_the_plan_is_what_is_allocated(
     assert tried.failure == ""
     planned = need(facts, slots, context) - facts.weights
     assert tried.allocated.cache * MIB == pytest.approx(planned, rel=CLOSE, abs=0.02 * MIB)
-    assert tried.allocated.sizes["model"] * MIB == pytest.approx(facts.weights, rel=CLOSE, abs=MIB)
+    # On a CPU, weights that are repacked for it come on top of those in the file.
+    assert tried.allocated.sizes["model"] * MIB >= (1 - CLOSE) * facts.weights
 
 
 async def test_quantised_caches_are_planned_too(installed_engine: Engine, demo_model: Path) -> None:
