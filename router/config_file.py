@@ -78,6 +78,10 @@ def dotted(path: Steps) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
 
 
+_MOST_SETTINGS = 20_000
+"""A file of a few lines can stand for billions of settings, by aliases of aliases."""
+
+
 class _Document:
     """A YAML document: its plain data, and the line of each setting."""
 
@@ -132,6 +136,9 @@ class _Document:
     def _locate(self, node: yaml.Node, path: Steps, above: frozenset[int]) -> None:
         if id(node) in above:
             return
+        if len(self._lines) > _MOST_SETTINGS:
+            found = f"found more than {_MOST_SETTINGS:,} settings (aliases within aliases?)"
+            raise ConfigError([self._at_mark(node, path, f"{found}, allowed: at most that many")])
         above |= {id(node)}
         if isinstance(node, yaml.MappingNode):
             seen: set[str] = set()

@@ -210,12 +210,19 @@ class Journal:
                 over = self._stop and not batch
             if over:
                 break
-            lost = sum(not self._writer.put(entry) for entry in self._entries(batch))
+            lost = sum(not self._write(entry) for entry in self._entries(batch))
             lost += self._writer.flush()
             if lost:
                 with self._changed:
                     self.dropped += lost
         self._writer.close()
+
+    def _write(self, entry: Record | BackendChange) -> bool:
+        try:
+            return self._writer.put(entry)
+        except Exception:  # the journal must outlive whatever a client sends
+            log.exception("the journal cannot write down a request")
+            return False
 
     def _entries(self, batch: Sequence[_Finished | BackendChange]) -> Iterator[Record | BackendChange]:
         for item in batch:

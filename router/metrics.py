@@ -97,6 +97,7 @@ class Metrics:
         self._exported: dict[tuple[object, ...], float] = {}
         self._busy_since: dict[SlotRef, float] = {}
         self._went_down: dict[str, str] = {}
+        self._resident_seen: set[SlotRef] = set()
         self._journal: Journal | None = None
         self._families: list[Family] = []
         self._define()
@@ -384,6 +385,8 @@ class Metrics:
                 self.restarts.labels(backend, went).inc()
         else:
             self._went_down[backend] = _restart_reason(reason)
+            for ref in [ref for ref in self._resident_seen if ref.backend == backend]:
+                self.resident.labels(backend, str(ref.slot)).set(0)
 
     def engine_selected(self, backend: str, by: str) -> None:
         """The engine's log told how it chose a slot."""
@@ -413,8 +416,11 @@ class Metrics:
         if (journal := self._journal) is not None:
             self._catch_up(self.journal, (), JOURNALED, (journal.written, journal.dropped))
         seen = {view.ref: view.resident_tokens for view in dispatcher.slots()}
+        for ref in self._resident_seen - seen.keys():
+            self.resident.labels(ref.backend, str(ref.slot)).set(0)
         for ref, tokens in seen.items():
             self.resident.labels(ref.backend, str(ref.slot)).set(tokens)
+        self._resident_seen = set(seen)
 
     def _count_busy(self, ref: SlotRef, now: float) -> None:
         since = self._busy_since.get(ref)

@@ -70,6 +70,10 @@ def parse(raw: bytes) -> dict[str, Any]:
     return body
 
 
+MOST_TOKENS = 2**31 - 1
+"""Greater bounds on an answer mean this one: the engine counts tokens in 32 bits."""
+
+
 # -- flags and bounds --------------------------------------------------------------------------------------
 
 
@@ -93,7 +97,7 @@ def expected_output_tokens(body: Mapping[str, Any]) -> int | None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise BadRequest(name, f"'{name}' must be a number, not {_kind(value)}")
         if value >= 0:
-            bounds.append(int(value))
+            bounds.append(int(min(value, MOST_TOKENS)))
     return min(bounds, default=None)
 
 

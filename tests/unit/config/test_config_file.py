@@ -318,3 +318,13 @@ def test_a_missing_file_and_a_binary_one(tmp_path: Path) -> None:
     file.write_bytes(b"pools: \xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
         load(file)
+
+
+def test_aliases_of_aliases_do_not_hold_anybody_up(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
+    file = tmp_path / "bomb.yaml"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(ConfigError, match="aliases within aliases") as caught:
+        load(file)
+    assert str(caught.value).startswith(f"{file}:")

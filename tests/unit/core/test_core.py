@@ -267,3 +267,26 @@ def test_no_slot_ever_holds_two_leases(data: st.DataObject) -> None:
             waiting.discard(lease.request.id)
         assert sum(view.busy for view in core.slots()) == sum(lease.request.slots for lease in held.values())
         assert core.queued("p") == len(waiting)
+
+
+def test_two_agents_with_one_preamble_part_by_turn_2_also_after_many_that_asked_once() -> None:
+    core = make(slots=2)
+    now = 0.0
+
+    def turn(name: str, text: bytes) -> tuple[Lease, Report]:
+        nonlocal now
+        now += 1
+        return serve(core, name, text, now, b" an answer")
+
+    for number in range(25):
+        turn(f"once{number}", b"%d " % number * 100)
+    said = {name: SYSTEM[:500] + name.encode() * 250 for name in ("ab", "xy")}
+    slots: dict[str, list[SlotRef]] = {name: [] for name in said}
+    for step in range(4):
+        for name, text in said.items():
+            lease, _ = turn(f"{name}{step}", text)
+            slots[name].append(lease.slot)
+            said[name] += b" an answer and then step %d of what is to be done" % step
+    assert slots["ab"][1:] == [slots["ab"][1]] * 3
+    assert slots["xy"][1:] == [slots["xy"][1]] * 3
+    assert slots["ab"][1] != slots["xy"][1]

@@ -50,3 +50,14 @@ async def test_requests_that_went_through_a_router_are_in_its_journal(tmp_path: 
 def test_a_router_whose_journal_cannot_be_written_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="No such file or directory"):
         create_router(config_for(1, journal={"path": str(tmp_path / "no" / "journal.jsonl")}))
+
+
+async def test_no_number_that_a_client_sends_ends_the_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    async with FakeLlamaServer() as fake, serving([fake], journal={"path": str(path)}) as service:
+        for bound in ("123456789012345678901234567890123456789", "1e300", "4"):
+            body = b'{"messages":[{"role":"user","content":"hello"}],"max_tokens":%s}' % bound.encode()
+            await service.http.post("/v1/chat/completions", content=body)
+        assert await service.metric("warmslot_journal_records_total", outcome="dropped") == 0
+    records = [entry for entry in read(path) if isinstance(entry, Record)]
+    assert [record.max_output_tokens for record in records] == [2**31 - 1, 2**31 - 1, 4]

@@ -160,3 +160,10 @@ async def test_a_scrape_shows_what_runs_now(service: Service) -> None:
     assert sample(text, "warmslot_demand_seconds_total", level="1") > 0
     assert sample(text, "warmslot_decode_level_tokens_total", busy="1") == 6
     assert "hello" not in text
+
+
+async def test_a_backend_that_is_down_holds_nothing(service: Service) -> None:
+    await service.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hello"}]})
+    assert await service.metric("warmslot_slot_resident_tokens") > 0
+    await service.router.dispatcher.backend_down("b0", "for the test")
+    assert await service.metric("warmslot_slot_resident_tokens") == 0
