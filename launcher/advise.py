@@ -8,7 +8,7 @@ was recorded under is forecast too, and compared with what was observed.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -31,12 +31,15 @@ LEAST_RETURNS: Final = 10
 
 SLOTS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
-WORK: Final = 8_000
+WORK: Final = 12_000
 """Requests that are served in all forecasts together; of a longer journal the busiest stretch is taken."""
 
 _FORECASTS: Final = 20
 _EQUAL: Final = 0.02
 """Results that differ by less are taken for equal; then the smaller setup wins."""
+
+_EARLIER: Final = 256
+"""Requests before a stretch that tell what was warm when it began."""
 
 _GRAIN: Final = 256
 """Contexts are rounded up to this many tokens."""
@@ -57,6 +60,8 @@ class Stretch:
     """The part of a journal that is forecast, and what is known of its backend."""
 
     records: list[Record]
+    earlier: list[Record]
+    """Requests just before them."""
     whole: int
     """Requests in the journal."""
     slots: int
@@ -118,29 +123,32 @@ def stretch(path: Path, limit: int, progress: Callable[[str, int, int], None]) -
             shape[entry.backend] = entry.slots, entry.context
         elif isinstance(entry, Record) and _usable(entry):
             times.append((entry.time, entry.prompt_tokens + entry.output_tokens))
-    records = _records(
+    records, earlier = _records(
         path, *_busiest(times, limit), lambda done: progress("reading again", done, reading.lines)
     )
     names = Counter(one.backend for one in records)
     backend = names.most_common(1)[0][0] if names else ""
     slots, context = shape.get(backend, (0, 0))
-    return Stretch([r for r in records if r.backend == backend], len(times), slots, context, backend), reading
+    mine, before = ([one for one in part if one.backend == backend] for part in (records, earlier))
+    return Stretch(mine, before, len(times), slots, context, backend), reading
 
 
-def _records(path: Path, first: int, last: int, progress: Callable[[int], None]) -> list[Record]:
-    """The usable requests from number ``first`` up to ``last``."""
+def _records(
+    path: Path, first: int, last: int, progress: Callable[[int], None]
+) -> tuple[list[Record], list[Record]]:
+    """The usable requests from number ``first`` up to ``last``, and some before."""
     records: list[Record] = []
+    earlier: deque[Record] = deque(maxlen=_EARLIER)
     place = 0
     for number, entry in enumerate(read(path) if last > first else ()):
         if number % 1000 == 0:
             progress(number)
         if isinstance(entry, Record) and _usable(entry):
-            if place >= first:
-                records.append(replace(entry, candidates=(), text=None))
+            (records if place >= first else earlier).append(replace(entry, candidates=(), text=None))
             place += 1
             if place == last:
                 break
-    return records
+    return records, list(earlier)
 
 
 def _usable(record: Record) -> bool:
@@ -176,7 +184,7 @@ def advise(
 
 def advise_on(part: Stretch, *, kv_tokens: int | None, progress: Callable[[str, int, int], None]) -> Advice:
     """Advice from a stretch of a journal. Raises :class:`AdviceError`."""
-    load = load_of(part.records)
+    load = load_of(part.records, part.earlier)
     _enough(part, load)
     speeds = speeds_of(part.records)
     if speeds is None:

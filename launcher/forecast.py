@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 POOL: Final = "pool"
 BACKEND: Final = "backend"
 _EPSILON: Final = 1e-7
+_WARM: Final = "warm "
+"""Begins the names of what was there before."""
 _SIMILAR: Final = 0.10
 """``--slot-prompt-similarity``: the engine's default."""
 
@@ -150,6 +152,21 @@ class _Run:
         self._whole = 0.0
         self.served: list[Served] = []
 
+        for number, job in enumerate(load.warm[-setup.slots :]):
+            self._warm(number, job)
+
+    def _warm(self, number: int, job: Job) -> None:
+        """A context that was there before: served at once, and not counted."""
+        name = f"{_WARM}{number}"
+        self._policy.submit(_request(name, job, 0.0), 0.0)
+        for lease in self._policy.grant(0.0):
+            self._held[lease.slot.slot] = job
+            seconds = self._speeds.prefill_seconds(0, job.prompt_tokens)
+            decode = job.output_tokens / self._speeds.decode_rate(1)
+            outcome = _outcome(job, 0, seconds, decode)
+            self._policy.first_token(lease.request.id, 0.0)
+            self._policy.finish(lease.request.id, outcome, 0.0)
+
     def run(self) -> Forecast:
         for index, job in enumerate(self._jobs):
             if job.before < 0:
@@ -179,11 +196,7 @@ class _Run:
                 continue
             name = str(index)
             self._queued[name] = self._now
-            prompt = Prompt(chain=job.chain, length=job.length, root=job.root)
-            request = Request(
-                id=name, prompt=prompt, pool=POOL, arrived=self._now, keeps_prefix=job.keeps_prefix
-            )
-            self._policy.submit(request, self._now)
+            self._policy.submit(_request(name, job, self._now), self._now)
 
     def _done(self, index: int) -> None:
         self._left -= 1
@@ -265,19 +278,9 @@ class _Run:
         del self._active[name]
         self._held[active.slot] = job
         decode = self._now - active.first_token
-        self._policy.finish(
-            name,
-            Outcome(
-                status=Status.OK,
-                cached_tokens=active.cached,
-                processed_tokens=job.prompt_tokens - active.cached,
-                output_tokens=job.output_tokens,
-                prefill_seconds=self._speeds.prefill_seconds(active.cached, job.prompt_tokens),
-                decode_seconds=decode,
-                ttft_seconds=active.first_token - active.arrived,
-            ),
-            self._now,
-        )
+        seconds = self._speeds.prefill_seconds(active.cached, job.prompt_tokens)
+        outcome = _outcome(job, active.cached, seconds, decode, active.first_token - active.arrived)
+        self._policy.finish(name, outcome, self._now)
         out.requests += 1
         if job.counted:
             out.prompt += job.prompt_tokens
@@ -291,6 +294,23 @@ class _Run:
         self._ttft.append(active.first_token - active.arrived)
         self._whole += self._now - active.arrived
         self._done(active.index)
+
+
+def _request(name: str, job: Job, now: float) -> Request:
+    prompt = Prompt(chain=job.chain, length=job.length, root=job.root)
+    return Request(id=name, prompt=prompt, pool=POOL, arrived=now, keeps_prefix=job.keeps_prefix)
+
+
+def _outcome(job: Job, cached: int, prefill: float, decode: float, first: float | None = None) -> Outcome:
+    return Outcome(
+        status=Status.OK,
+        cached_tokens=cached,
+        processed_tokens=job.prompt_tokens - cached,
+        output_tokens=job.output_tokens,
+        prefill_seconds=prefill,
+        decode_seconds=decode,
+        ttft_seconds=first,
+    )
 
 
 def _less(left: float, done: float) -> float:
@@ -332,6 +352,7 @@ class EngineAlone:
 
     def __init__(self, load: Load, slots: int, limit: int) -> None:
         self._jobs, self._limit = load.jobs, min(limit, slots)
+        self._warm = load.warm[-slots:]
         self._held: list[Job | None] = [None] * slots
         self._used = [-1.0] * slots
         self._busy: dict[str, int] = {}
@@ -356,7 +377,7 @@ class EngineAlone:
         leases = []
         while self._queue and len(self._busy) < self._limit:
             request = self._queue.popleft()
-            slot = self._choose(self._jobs[int(request.id)])
+            slot = self._choose(self._job(request.id))
             self._busy[request.id] = slot
             leases.append(Lease(request, SlotRef(BACKEND, slot), Decision.UNPINNED, 0, 0, now))
         return leases
@@ -365,7 +386,12 @@ class EngineAlone:
         """The slot is free."""
         del outcome
         slot = self._busy.pop(request_id)
-        self._held[slot], self._used[slot] = self._jobs[int(request_id)], now
+        self._held[slot], self._used[slot] = self._job(request_id), now
+
+    def _job(self, name: str) -> Job:
+        if name.startswith(_WARM):
+            return self._warm[int(name[len(_WARM) :])]
+        return self._jobs[int(name)]
 
     def _choose(self, job: Job) -> int:
         taken = set(self._busy.values())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from warmslot.router.records import Record
 
-HANDOVER: Final = 0.5
+HANDOVER: Final = 1.0
 """Seconds within which a conversation that begins after another has ended is taken to follow it."""
 
 
@@ -56,6 +56,8 @@ class Load:
     """Calls that came back to a conversation."""
     seconds: float
     """Recorded time from the first arrival to the last end."""
+    warm: list[Job] = field(default_factory=list)
+    """What conversations had left in slots before that, the latest last."""
 
     @property
     def longest(self) -> int:
@@ -104,12 +106,20 @@ class Sessions:
         return f"conversation {self._count}"
 
 
-def load_of(records: Iterable[Record]) -> Load:
-    """The load of finished requests; those that never got an answer are left out."""
+def load_of(records: Iterable[Record], earlier: Iterable[Record] = ()) -> Load:
+    """The load of finished requests; those that never got an answer are left out.
+
+    ``earlier``: requests before them, whose contexts are warm at the beginning.
+    """
     usable = sorted((one for one in records if one.prompt_tokens > 0), key=lambda one: one.time)
     if not usable:
         return Load([], 0, 0, 0.0)
     start, naming = usable[0].time, Sessions()
+    warm: dict[str, Job] = {}
+    for record in sorted(earlier, key=lambda one: one.time + one.ended):
+        name = naming.name(record)
+        warm.pop(name, None)
+        warm[name] = _job(name, record, 0.0, counted=False)
     names = [naming.name(record) for record in usable]
     final = {name: index for index, name in enumerate(names)}
     # Calls with which a conversation ended, by the time of that: a worker may have taken up another one then.
@@ -117,21 +127,8 @@ def load_of(records: Iterable[Record]) -> Load:
     jobs: list[Job] = []
     last: dict[str, int] = {}
     for index, (name, record) in enumerate(zip(names, usable, strict=True)):
-        job = Job(
-            session=name,
-            chain=record.chain,
-            length=record.length,
-            after=record.after,
-            after_length=record.after_length,
-            root=record.root,
-            prompt_tokens=record.prompt_tokens,
-            output_tokens=max(1, record.output_tokens),
-            keeps_prefix=record.keeps_prefix,
-            recorded_cached=record.cached_tokens or 0,
-            counted=name in last or (record.cached_tokens or 0) * 2 <= record.prompt_tokens,
-            delay=record.time - start,
-            after_end=False,
-        )
+        known = name in last or name in warm or (record.cached_tokens or 0) * 2 <= record.prompt_tokens
+        job = _job(name, record, record.time - start, counted=known)
         before = last.get(name, -1)
         if before < 0:
             before = _handover(record, ends)
@@ -141,7 +138,25 @@ def load_of(records: Iterable[Record]) -> Load:
         last[name] = index
         jobs.append(job)
     seconds = max(one.time + one.ended for one in usable) - start
-    return Load(jobs, len(final), len(jobs) - len(final), seconds)
+    return Load(jobs, len(final), len(jobs) - len(final), seconds, list(warm.values()))
+
+
+def _job(name: str, record: Record, delay: float, *, counted: bool) -> Job:
+    return Job(
+        session=name,
+        chain=record.chain,
+        length=record.length,
+        after=record.after,
+        after_length=record.after_length,
+        root=record.root,
+        prompt_tokens=record.prompt_tokens,
+        output_tokens=max(1, record.output_tokens),
+        keeps_prefix=record.keeps_prefix,
+        recorded_cached=record.cached_tokens or 0,
+        counted=counted,
+        delay=delay,
+        after_end=False,
+    )
 
 
 def _follow(job: Job, record: Record, before: Record, index: int) -> None:
@@ -153,7 +168,7 @@ def _follow(job: Job, record: Record, before: Record, index: int) -> None:
 
 def _handover(record: Record, ends: list[tuple[float, int]]) -> int:
     """The call whose worker took up this conversation; -1 if none did. A call is followed once."""
-    at = bisect_left(ends, (record.time, -1)) - 1
-    if at < 0 or record.time - ends[at][0] > HANDOVER:
+    at = bisect_left(ends, (record.time - HANDOVER, -1))
+    if at >= len(ends) or ends[at][0] > record.time:
         return -1
     return ends.pop(at)[1]
