@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from .rates import Rates
 
 
+_LIVE, _OVER = 0.5, 0.1
+"""Chances of a return above which a conversation counts as going on, and below which as over."""
+
+
 class Demand(NamedTuple):
     """A waiting request whose best match is a certain slot. Counts are tokens."""
 
@@ -51,7 +55,7 @@ class SlotFacts:
     rates: Rates
     demands: Sequence[Demand] = ()
     busy_seconds: float = 0.0
-    """Expected time until the slot is idle."""
+    """Expected time until the slot is idle; of an idle one, what a request loses by others that run there."""
 
 
 class Offer(NamedTuple):
@@ -86,6 +90,7 @@ class Choice:
     match_tokens: int
     prefill_seconds: float
     cost: float
+    """What it takes away from others: prefill and loss, without the wait."""
     candidates: tuple[Candidate, ...]
     hold: bool = False
     tail_seconds: float = 0.0
@@ -120,8 +125,24 @@ def price(offer: Offer, ask: Ask) -> Candidate:
         match_tokens=match,
         prefill_seconds=slot.rates.prefill_seconds(match, ask.prompt_tokens),
         loss_seconds=loss_seconds(slot, match, ask),
-        wait_seconds=0.0 if idle else slot.busy_seconds,
+        wait_seconds=slot.busy_seconds,
     )
+
+
+def _is_free(slot: SlotFacts) -> bool:
+    """Whether hardly anything is lost with what the slot holds."""
+    return slot.asked_tokens == 0 or slot.return_chance < _OVER
+
+
+def _displaces(offer: Offer, ask: Ask) -> bool:
+    """Whether a request would overwrite what another conversation will ask for again.
+
+    For the sake of a common preamble that may look cheap, again and again; two conversations belong on two
+    slots as long as there are slots that nobody needs.
+    """
+    slot = offer.slot
+    lasting = slot.asked_tokens > max(offer.match_tokens, slot.shared_tokens)
+    return slot.session != ask.session and lasting and slot.return_chance >= _LIVE
 
 
 def choose(offers: Sequence[Offer], ask: Ask, *, patient: bool) -> Choice | None:
@@ -133,6 +154,8 @@ def choose(offers: Sequence[Offer], ask: Ask, *, patient: bool) -> Choice | None
     open_to = [pair for pair in priced if pair[1].idle]
     if not open_to:
         return None
+    if any(_is_free(pair[1].slot) for pair in open_to):
+        open_to = [pair for pair in open_to if not _displaces(pair[1], ask)] or open_to
     best, taken = min(open_to, key=lambda pair: (pair[0].cost, pair[1].slot.last_used))
     hold = False
     if patient:
@@ -153,7 +176,7 @@ def choose(offers: Sequence[Offer], ask: Ask, *, patient: bool) -> Choice | None
         decision=decision,
         match_tokens=best.match_tokens,
         prefill_seconds=best.prefill_seconds,
-        cost=best.cost,
+        cost=best.prefill_seconds + best.loss_seconds,
         candidates=tuple(candidate for candidate, _ in priced),
         hold=hold,
         tail_seconds=tail_seconds(taken.slot, best.match_tokens),

@@ -127,7 +127,7 @@ class Pool:
         self.wake: float | None = None
         """When to pick again though nothing happens, as of the last pick."""
         self._arrivals = 0
-        self._output_tokens = self._output_spread = _OUTPUT_PRIOR
+        self.mean_output = self._output_spread = _OUTPUT_PRIOR
         self._prompt_tokens = 0.0
         self._served: dict[str, float] = {}
 
@@ -177,9 +177,9 @@ class Pool:
 
     def learn_output(self, client: str, tokens: int, seconds: float) -> None:
         """A request of a client is over: how much it wrote, and how long it was served."""
-        gap = abs(tokens - self._output_tokens)
+        gap = abs(tokens - self.mean_output)
         self._output_spread = _OUTPUT_MEMORY * self._output_spread + (1 - _OUTPUT_MEMORY) * gap
-        self._output_tokens = _OUTPUT_MEMORY * self._output_tokens + (1 - _OUTPUT_MEMORY) * tokens
+        self.mean_output = _OUTPUT_MEMORY * self.mean_output + (1 - _OUTPUT_MEMORY) * tokens
         self._served[client] = self._served.get(client, 0.0) + seconds
 
     # What is known of the waiting
@@ -247,7 +247,7 @@ class Pool:
             waiting.full_seconds = rates.prefill_seconds(0, waiting.prompt_tokens)
             waiting.waste = scheduler.waste(waiting.prefill_seconds, waiting.full_seconds)
             most = request.max_output_tokens
-            output = self._output_tokens if most is None else min(most, self._output_tokens)
+            output = self.mean_output if most is None else min(most, self.mean_output)
             waiting.decode_seconds = rates.decode_seconds(output)
             spread = _SPREADS * self._output_spread
             waiting.spread_seconds = rates.decode_seconds(
@@ -303,7 +303,7 @@ class Pool:
             return most
         if len(self.waiting) + sum(len(other.active) for other in self.backends.values()) <= backend.slots:
             return most
-        decode = backend.rates.decode_seconds(self._output_tokens)
+        decode = backend.rates.decode_seconds(self.mean_output)
         reload = backend.rates.prefill_seconds(0, round(self._prompt_tokens))
         return scheduler.best_level(most, decode, reload, backend.rates.gain)
 
@@ -321,7 +321,7 @@ class Pool:
 
     def decode_left(self, active: Active, now: float) -> float:
         """Seconds that a running request is expected to go on decoding."""
-        output = self._output_tokens
+        output = self.mean_output
         most = active.lease.request.max_output_tokens
         if most is not None:
             output = min(output, most)
@@ -416,6 +416,10 @@ class _View:
         self._pool, self._demands, self._now = pool, demands, now
         self._turns = pool.sessions.turns_ahead()
         self._room = {name: pool.has_room(backend) for name, backend in pool.backends.items()}
+        self._backlog = {
+            name: self._held_up(backend) for name, backend in pool.backends.items() if self._room[name]
+        }
+        """Seconds that one more request would lose on each backend by what runs there."""
         self._slots: dict[SlotRef, SlotFacts] = {}
         self._cheapest: list[SlotRef] | None = None
 
@@ -473,15 +477,16 @@ class _View:
         return refs + [ref for ref in self._by_loss() if ref not in refs]
 
     def _by_loss(self) -> list[SlotRef]:
-        """The idle slots where overwriting all of it would destroy least."""
+        """Of each backend the idle slots where overwriting all of it would destroy least."""
         if self._cheapest is None:
             nobody = Ask("", "", 0, 0.0, self._turns)
-            losses = [
-                (placement.loss_seconds(self._facts(ref), 0, nobody), slot.last_used, ref)
-                for ref, slot in self._pool.residency.slots.items()
-                if self._idle(ref)
-            ]
-            self._cheapest = [ref for _, _, ref in heapq.nsmallest(_CHEAPEST_PRICED, losses)]
+            losses: dict[str, list[tuple[float, float, SlotRef]]] = {}
+            for ref, slot in self._pool.residency.slots.items():
+                if self._idle(ref):
+                    lost = placement.loss_seconds(self._facts(ref), 0, nobody)
+                    losses.setdefault(ref.backend, []).append((lost, slot.last_used, ref))
+            each = max(1, _CHEAPEST_PRICED // max(1, len(losses)))
+            self._cheapest = [ref for some in losses.values() for _, _, ref in heapq.nsmallest(each, some)]
         return self._cheapest
 
     def _idle(self, ref: SlotRef) -> bool:
@@ -506,7 +511,9 @@ class _View:
             last_used=slot.last_used,
             rates=backend.rates,
             demands=self._demands.get(ref, ()),
-            busy_seconds=0.0 if slot.request is None else self._wait(backend, slot.request),
+            busy_seconds=self._backlog.get(ref.backend, 0.0)
+            if slot.request is None
+            else self._wait(backend, slot.request),
         )
 
     def _fits(self, request: Request, name: str) -> bool:
@@ -539,7 +546,15 @@ class _View:
         active = backend.active.get(request_id)
         if active is None:
             return 0.0
-        prefill = 0.0
-        if active.decoding_since is None:
-            prefill = max(0.0, active.lease.granted + active.prefill_seconds - self._now)
-        return prefill + self._pool.decode_left(active, self._now)
+        return self._prefill_left(active) + self._pool.decode_left(active, self._now)
+
+    def _held_up(self, backend: Backend) -> float:
+        """The engine computes one prompt after the other, and decoding is slower for each that shares it."""
+        prefill = sum(self._prefill_left(active) for active in backend.active.values())
+        output, rates = self._pool.mean_output, backend.rates
+        return prefill + rates.decode_seconds(output, len(backend.active) + 1) - rates.decode_seconds(output)
+
+    def _prefill_left(self, active: Active) -> float:
+        if active.decoding_since is not None:
+            return 0.0
+        return max(0.0, active.lease.granted + active.prefill_seconds - self._now)
