@@ -43,6 +43,7 @@ def add_to(app: typer.Typer) -> None:
     app.command()(explain)
     app.command()(check)
     app.command()(advise)
+    app.command()(top)
     app.add_typer(journal_app, name="journal")
 
 
@@ -293,6 +294,26 @@ def bench_replay(
         json.write_bytes(orjson.dumps(benching.as_json(load, sides), option=orjson.OPT_INDENT_2))
     if benching.complaints(sides):
         raise typer.Exit(1)
+
+
+def top(
+    url: Annotated[
+        str, typer.Argument(metavar="[URL]", help="The address of a running router.")
+    ] = "http://127.0.0.1:8080",
+    once: Annotated[bool, typer.Option("--once", help="Print it once and end.")] = False,
+    key: Key = None,
+) -> None:
+    """A live view of a router: what each slot holds, who runs and waits, reuse, losses, rates."""
+    from contextlib import suppress
+
+    from .live import LiveError
+    from .top import watch
+
+    with suppress(KeyboardInterrupt):
+        try:
+            watch(_console(), url, key=key, once=once)
+        except LiveError as error:
+            _fail(str(error))
 
 
 @journal_app.command()
