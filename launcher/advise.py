@@ -7,11 +7,11 @@ was recorded under is forecast too, and compared with what was observed.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
+from warmslot.router.advice import LEAST_REQUESTS
 from warmslot.router.journal import Reading, read
 from warmslot.router.records import BackendChange, Record
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from warmslot.router.scheduler import InFlight
 
-LEAST_REQUESTS: Final = 30
 LEAST_RETURNS: Final = 10
 """Calls that came back to a conversation: reuse is about these."""
 
@@ -380,17 +379,3 @@ def _flat(speeds: Speeds) -> Speeds:
 def _steeper(speeds: Speeds) -> Speeds:
     alone = speeds.decode[1]
     return replace(speeds, decode={n: alone + 1.5 * (rate - alone) for n, rate in speeds.decode.items()})
-
-
-def slots_for(levels: Sequence[tuple[int, int]], *, within: float = 0.01) -> int:
-    """The fewest slots whose reuse is within ``within`` of what the most slots reach.
-
-    ``levels``: slot count and tokens that were (or would have been) reused with it, ascending. For the live
-    gauge, where no load can be replayed.
-    """
-    if not levels:
-        return 0
-    most = levels[-1][1]
-    values = [tokens for _, tokens in levels]
-    at = bisect_right(values, most * (1 - within) - 1e-9)
-    return levels[min(at, len(levels) - 1)][0]

@@ -18,9 +18,11 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
+from . import advice
 from .auth import ANYONE
 from .curves import BLOCK_NAMES, LEVEL_NAMES, DecodeLevels, DemandClock, PrefillCurve
 from .exposition import Exposition, Family
+from .shadow import UNBOUNDED
 from .values import Decision, Loss, Route, Status
 
 if TYPE_CHECKING:
@@ -99,6 +101,8 @@ class Metrics:
         self._went_down: dict[str, str] = {}
         self._resident_seen: set[SlotRef] = set()
         self._journal: Journal | None = None
+        self._judged = dict.fromkeys(pools, 0)
+        self._reused: dict[str, dict[int, int]] = {pool: {} for pool in pools}
         self._families: list[Family] = []
         self._define()
         self._exposition = Exposition(self._families)
@@ -362,8 +366,12 @@ class Metrics:
         self.length.labels(backend).observe(report.cached_tokens + report.processed_tokens)
         for reason, tokens in report.losses.items():
             self.recomputed.labels(backend, reason).inc(tokens)
+        self._judged[request.pool] += 1
         for slots, tokens in report.shadow.items():
             self.shadow.labels(request.pool, slots).inc(tokens)
+            if slots != UNBOUNDED:
+                reused = self._reused[request.pool]
+                reused[int(slots)] = reused.get(int(slots), 0) + tokens
         self.prefill_seconds.labels(backend).inc(outcome.prefill_seconds)
         curve, cached = self._curves[backend], report.cached_tokens
         if report.processed_tokens:
@@ -411,6 +419,7 @@ class Metrics:
             levels.settle(now)
             self._catch_up(self.level_seconds, (backend,), LEVEL_NAMES[1:], levels.seconds[1:])
             self._catch_up(self.level_tokens, (backend,), LEVEL_NAMES[1:], levels.tokens[1:])
+        self._advise()
         for ref in list(self._busy_since):
             self._count_busy(ref, now)
         if (journal := self._journal) is not None:
@@ -421,6 +430,12 @@ class Metrics:
         for ref, tokens in seen.items():
             self.resident.labels(ref.backend, str(ref.slot)).set(tokens)
         self._resident_seen = set(seen)
+
+    def _advise(self) -> None:
+        for pool, names in self._pools.items():
+            advised = advice.per_backend(self._judged[pool], self._reused[pool], len(names))
+            for name in names:
+                self.advised.labels(name).set(advised)
 
     def _count_busy(self, ref: SlotRef, now: float) -> None:
         since = self._busy_since.get(ref)

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from typer.testing import CliRunner
-from warmslot.launcher.advise import AdviceError, advise, choose, slots_for
+from warmslot.launcher.advise import AdviceError, advise, choose
 from warmslot.launcher.cli import app
 from warmslot.launcher.forecast import Forecast, Setup, forecast
 from warmslot.launcher.load import load_of
 from warmslot.launcher.speeds import speeds_of
+from warmslot.router.advice import per_backend, slots_for
 from warmslot.router.records import Record
 
+from tests.fakes.llama_server import FakeLlamaServer
 from tests.support import agents, field_note
 from tests.support.journals import write
+from tests.support.router import serving
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -168,6 +171,19 @@ def test_equal_results_go_to_the_smaller_setup() -> None:
 
 
 def test_the_live_gauge_takes_the_fewest_slots_that_lose_nothing() -> None:
-    assert slots_for([(1, 100), (2, 500), (4, 995), (8, 1000), (16, 1000)]) == 4
-    assert slots_for([(1, 0), (2, 0)]) == 1
-    assert slots_for([]) == 0
+    reused = {1: 100, 2: 500, 4: 995, 8: 1000, 16: 1000}
+    assert slots_for(reused) == 4
+    assert slots_for({1: 0, 2: 0}) == 1
+    assert slots_for({}) == 0
+    assert per_backend(100, reused, 1) == 4
+    assert per_backend(100, reused, 3) == 2
+    assert per_backend(29, reused, 1) == 0
+
+
+async def test_a_running_router_advises_once_it_has_seen_enough() -> None:
+    async with FakeLlamaServer() as fake, serving([fake]) as service:
+        for number in range(29):
+            await service.chat(f"conversation {number % 2} says much the same")
+        assert await service.metric("warmslot_advised_slots", backend="b0") == 0
+        await service.chat("conversation 0 says much the same")
+        assert await service.metric("warmslot_advised_slots", backend="b0") in {1, 2}
