@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .backend import EngineBroke, EngineClient, EngineUnreachable
+from .backends import Backend, NoBackendError, StoppingError
 from .health import HealthWatch
 from .settling import Held, SlotWatch, Timing
 from .values import Outcome, Status
@@ -39,48 +40,6 @@ Connect = Callable[[str, str], EngineClient]
 
 _SLACK = 16
 """Tokens by which an answer may reuse less than predicted before the picture of the slots is doubted."""
-
-
-class NoBackendError(Exception):
-    """No backend of the pool came up in time."""
-
-    def __init__(self, pool: str, seconds: float) -> None:
-        super().__init__(f"no backend of pool {pool!r} is up (waited {seconds:g} s)")
-        self.pool, self.seconds = pool, seconds
-
-
-class StoppingError(Exception):
-    """The router is stopping and takes no more requests."""
-
-    def __init__(self) -> None:
-        super().__init__("the router is stopping")
-
-
-@dataclass(slots=True, eq=False)
-class Backend:
-    """What the dispatcher knows of one backend."""
-
-    name: str
-    pool: str
-    client: EngineClient | None = None
-    life: SlotWatch | None = None
-    """Its leases since it came up last; ``None`` while it is down."""
-    slots: int = 0
-    context: int = 0
-    """Tokens per slot."""
-    watch: HealthWatch | None = None
-    draining: bool = False
-    """It finishes what runs on it and gets nothing new."""
-
-    @property
-    def up(self) -> bool:
-        """Whether it serves."""
-        return self.life is not None
-
-    @property
-    def usable(self) -> bool:
-        """Whether it serves and has not just refused or broken a connection."""
-        return self.up and not (self.watch is not None and self.watch.suspecting)
 
 
 @dataclass(slots=True, eq=False)

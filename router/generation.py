@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from . import errors, prompt
 from .auth import ANYONE, CLIENT
 from .backend import EngineBroke, EngineUnreachable
+from .backends import NoBackendError, StoppingError
 from .client import Client, ClientGoneError
 from .core import QueueFullError
-from .dispatcher import NoBackendError, StoppingError
 from .masks import Treatment
 from .outbox import ClientStalledError, Outbox
 from .quota import Quota

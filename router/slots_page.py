@@ -18,7 +18,7 @@ from .values import Route, SlotObservation, Status
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from .dispatcher import Backend
+    from .backends import Backend
     from .generation import Shop
 
 _FRESH = 2.0

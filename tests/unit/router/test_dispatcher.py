@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from warmslot.router.backend import EngineUnreachable
+from warmslot.router.backends import NoBackendError, StoppingError
 from warmslot.router.core import CoreSettings, RouterCore
-from warmslot.router.dispatcher import Dispatcher, NoBackendError, StoppingError
+from warmslot.router.dispatcher import Dispatcher
 from warmslot.router.settling import Timing
 from warmslot.router.values import Outcome, Prompt, Request, Status
 

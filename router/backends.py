@@ -1,0 +1,53 @@
+"""What the dispatcher knows of each backend, and what it answers when none can serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .backend import EngineClient
+    from .health import HealthWatch
+    from .settling import SlotWatch
+
+
+class NoBackendError(Exception):
+    """No backend of the pool came up in time."""
+
+    def __init__(self, pool: str, seconds: float) -> None:
+        super().__init__(f"no backend of pool {pool!r} is up (waited {seconds:g} s)")
+        self.pool, self.seconds = pool, seconds
+
+
+class StoppingError(Exception):
+    """The router is stopping and takes no more requests."""
+
+    def __init__(self) -> None:
+        super().__init__("the router is stopping")
+
+
+@dataclass(slots=True, eq=False)
+class Backend:
+    """What the dispatcher knows of one backend."""
+
+    name: str
+    pool: str
+    client: EngineClient | None = None
+    life: SlotWatch | None = None
+    """Its leases since it came up last; ``None`` while it is down."""
+    slots: int = 0
+    context: int = 0
+    """Tokens per slot."""
+    watch: HealthWatch | None = None
+    draining: bool = False
+    """It finishes what runs on it and gets nothing new."""
+
+    @property
+    def up(self) -> bool:
+        """Whether it serves."""
+        return self.life is not None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it serves and has not just refused or broken a connection."""
+        return self.up and not (self.watch is not None and self.watch.suspecting)
