@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tests.dashboards.conftest import Prometheus
     from tests.support.router import Service
 
+pytestmark = pytest.mark.faults
+
 RULES = Path(__file__).parents[2] / "configs/prometheus"
 CONFIG = """
 global: {{scrape_interval: 250ms, scrape_timeout: 250ms, evaluation_interval: 250ms}}

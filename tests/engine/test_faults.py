@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     Fault = Callable[["Case"], Awaitable[None]]
 
+pytestmark = pytest.mark.faults
+
 TIMES = int(os.environ.get("WARMSLOT_FAULTS", "1"))
 CHECKED = 10
 """Requests after a fault of which the prediction must be what was observed."""

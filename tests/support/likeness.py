@@ -20,7 +20,10 @@ _CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length"
 
 SYSTEM = {"role": "system", "content": "You are brief."}
 CHAT: dict[str, Any] = {"messages": [SYSTEM, {"role": "user", "content": "Count."}], "max_tokens": 5}
-PROMPT: dict[str, Any] = {"prompt": "One two three four", "n_predict": 5, "max_tokens": 5}
+_COUNTING = "one two three four five six seven eight nine ten " * 3
+PROMPT: dict[str, Any] = {"prompt": f"{_COUNTING}one two three", "n_predict": 5, "max_tokens": 5}
+"""How it goes on is beyond doubt, whichever batches the engine computed the prompt in."""
+
 SHAPED = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
 
 CORPUS: dict[str, tuple[str, str, dict[str, Any] | bytes | None]] = {
