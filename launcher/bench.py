@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _REQUEST_TIMEOUT = 600.0
 _START_TIMEOUT = 120.0
+_CACHE_RAM = 1024
+"""MiB of the engine's own prompt cache on the routed side; by default it takes up to 8192."""
 _WIDTH = 110
 """Columns of the output where it does not go to a terminal."""
 
@@ -278,7 +280,7 @@ class _Live:
 
 
 def _routed(engine: Engine, slots: int) -> AbstractAsyncContextManager[str]:
-    backend = {"name": "demo", "model": "demo", "slots": slots}
+    backend = {"name": "demo", "model": "demo", "slots": slots, "cache_ram": _CACHE_RAM}
     return routed({"engine": engine_setting(engine), "pools": [{"name": "demo", "backends": [backend]}]})
 
 
