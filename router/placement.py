@@ -97,9 +97,17 @@ class Choice:
     """What the conversation that was in the chosen slot would have to compute again, should it come back."""
 
 
+def _kept(slot: SlotFacts, match_tokens: int) -> int:
+    """Tokens of a content that overwriting does not lose.
+
+    The last token of a prompt is always computed: one that is sent again matches all but that, and keeps all.
+    """
+    return max(match_tokens + 1, slot.shared_tokens)
+
+
 def tail_seconds(slot: SlotFacts, match_tokens: int) -> float:
     """Seconds to compute again what only this slot holds and the prompt would overwrite."""
-    kept = max(match_tokens, slot.shared_tokens)
+    kept = _kept(slot, match_tokens)
     return slot.rates.prefill_seconds(kept, slot.asked_tokens) if slot.asked_tokens > kept else 0.0
 
 
@@ -141,7 +149,7 @@ def _displaces(offer: Offer, ask: Ask) -> bool:
     slots as long as there are slots that nobody needs.
     """
     slot = offer.slot
-    lasting = slot.asked_tokens > max(offer.match_tokens, slot.shared_tokens)
+    lasting = slot.asked_tokens > _kept(slot, offer.match_tokens)
     return slot.session != ask.session and lasting and slot.return_chance >= _LIVE
 
 

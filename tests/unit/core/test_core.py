@@ -290,3 +290,11 @@ def test_two_agents_with_one_preamble_part_by_turn_2_also_after_many_that_asked_
     assert slots["ab"][1:] == [slots["ab"][1]] * 3
     assert slots["xy"][1:] == [slots["xy"][1]] * 3
     assert slots["ab"][1] != slots["xy"][1]
+
+
+def test_even_the_shortest_prompt_comes_back_to_its_slot() -> None:
+    core = make()
+    first, _ = serve(core, "1", b"One two three four", 0)
+    second, _ = serve(core, "2", b"One two three four", 1)
+    assert second.slot == first.slot
+    assert second.predicted_tokens == 3
