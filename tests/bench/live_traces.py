@@ -17,25 +17,23 @@ import asyncio
 import json
 import sys
 import time
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
 import typer
-import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from warmslot.launcher.bare import bare_engine
-from warmslot.launcher.bench import machine
+from warmslot.launcher.bench import engine_setting, machine, routed
 from warmslot.launcher.engine import find_engine
 from warmslot.launcher.model import find_model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
     from warmslot.launcher.engine import Engine
 
@@ -192,9 +190,8 @@ async def _ask(client: httpx.AsyncClient, call: Call, result: Result) -> None:
     result.total.append(time.perf_counter() - began)
 
 
-@asynccontextmanager
-async def routed(setup: Setup, ram: int) -> AsyncIterator[str]:
-    """``warmslot up`` as a process of its own; the value is its address."""
+def over(setup: Setup, ram: int) -> AbstractAsyncContextManager[str]:
+    """The router over ``setup``'s engine, with ``ram`` MiB of the engine's own cache."""
     backend: dict[str, Any] = {
         "name": "bench",
         "model": str(setup.model),
@@ -203,51 +200,12 @@ async def routed(setup: Setup, ram: int) -> AsyncIterator[str]:
         "cache_ram": ram,
         "args": list(setup.flags),
     }
-    config: dict[str, Any] = {
-        "engine": "embedded" if setup.engine.kind.value == "embedded" else setup.engine.path,
-        "pools": [
-            {
-                "name": "bench",
-                "default": True,
-                "scheduling": {"in_flight": setup.in_flight, "max_wait": setup.max_wait},
-                "backends": [backend],
-            }
-        ],
-    }
+    scheduling = {"in_flight": setup.in_flight, "max_wait": setup.max_wait}
+    pool = {"name": "bench", "default": True, "scheduling": scheduling, "backends": [backend]}
+    config: dict[str, Any] = {"engine": engine_setting(setup.engine), "pools": [pool]}
     if setup.journal is not None:
         config["journal"] = {"path": str(setup.journal.resolve())}
-    with TemporaryDirectory(prefix="warmslot-bench-") as folder:
-        file = Path(folder) / "bench.yaml"
-        file.write_text(yaml.safe_dump(config), encoding="utf-8")
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "warmslot.launcher", "up", str(file), "--port", "0", "--quiet"),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        reader: asyncio.Task[None] | None = None
-        try:
-            said: list[str] = []
-            url = None
-            while process.stdout is not None and (line := (await process.stdout.readline()).decode()):
-                if line.startswith("Serving at "):
-                    url = line.split()[2].removesuffix("/v1")
-                    break
-                said.append(line.strip())
-            if url is None:
-                raise RuntimeError("warmslot up did not start: " + " / ".join(said[-5:]))
-            reader = asyncio.create_task(_drain(process))
-            yield url
-        finally:
-            if process.returncode is None:
-                process.terminate()
-            await asyncio.gather(process.wait(), *([reader] if reader else []))
-
-
-async def _drain(process: asyncio.subprocess.Process) -> None:
-    if process.stdout is not None:
-        while await process.stdout.read(65536):
-            pass
+    return routed(config)
 
 
 async def run(cases: list[str], setup: Setup, sessions: list[list[Call]], console: Console) -> list[Result]:
@@ -265,7 +223,7 @@ async def run(cases: list[str], setup: Setup, sessions: list[list[Call]], consol
                     ram = RAM_MIB if case == "plain-ram" else 0
                     start = bare_engine(setup.engine, setup.model, *setup.explicit(ram))
                 case "router" | "router-ram":
-                    start = routed(setup, RAM_MIB if case == "router-ram" else 0)
+                    start = over(setup, RAM_MIB if case == "router-ram" else 0)
                 case _:
                     raise typer.BadParameter(
                         f"case {case!r}: allowed are defaults, plain, plain-ram, router, router-ram"
