@@ -18,6 +18,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
@@ -33,7 +34,6 @@ from warmslot.launcher.model import find_model
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
-    from pathlib import Path
 
     from warmslot.launcher.engine import Engine
 
