@@ -79,7 +79,13 @@ class Core(Protocol):
         """The engine says that the slot of this lease is free. Exactly once for each lease, else KeyError."""
 
     def observe(self, backend: str, slots: Sequence[SlotObservation], now: float) -> None:
-        """Compare the picture with the engine's ``/slots``; foreign traffic makes a slot unknown."""
+        """Compare the picture with the engine's ``/slots``; foreign traffic makes a slot unknown.
+
+        A slot that is at work without a lease of ours is given to nobody until it is seen idle.
+        """
+
+    def unobserved(self, backend: str) -> None:
+        """The engine's ``/slots`` tells nothing any more: no slot is taken to be somebody else's."""
 
     def queued(self, pool: str) -> int:
         """Requests waiting for a lease."""
@@ -257,6 +263,15 @@ class RouterCore:
             if slot is None or slot.request is not None:
                 continue
             _compare(residency, slot, seen)
+
+    def unobserved(self, backend: str) -> None:
+        """The engine does not say any more what its slots do: none is taken to be somebody else's."""
+        state = self._backends.get(backend)
+        if state is None:
+            return
+        for ref, slot in self._pools[state.pool].residency.slots.items():
+            if ref.backend == backend:
+                slot.foreign = False
 
     # Views
 
@@ -444,6 +459,7 @@ def _learn_decode(active: Active, outcome: Outcome, now: float) -> None:
 def _compare(residency: Residency, slot: SlotState, seen: SlotObservation) -> None:
     held, tokens = slot.held, seen.resident_tokens
     believed = held.tokens + held.unread_tokens if held is not None else 0
+    slot.foreign = seen.processing
     if seen.processing:  # not ours: somebody else uses the engine
         residency.doubt(slot.ref)
     elif tokens is None:

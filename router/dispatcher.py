@@ -491,6 +491,12 @@ class Dispatcher:
             self._core.observe(name, others, self._clock())
         self._pump()
 
+    def slots_hidden(self, life: SlotWatch) -> None:
+        """For :class:`SlotWatch`: the backend has no ``/slots``."""
+        for backend in self._backends.values():
+            if backend.life is life:
+                self._core.unobserved(backend.name)
+
     def slots_unseen(self, life: SlotWatch, error: Exception) -> None:
         """For :class:`SlotWatch`: the backend did not answer."""
         for backend in self._backends.values():

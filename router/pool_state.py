@@ -315,9 +315,9 @@ class Pool:
         return all(a.lease.request.pinned or a.decoding_since is not None for a in backend.active.values())
 
     def idle_slots(self, backend: Backend) -> list[SlotRef]:
-        """The backend's slots without a lease, lowest first."""
+        """The backend's slots with nothing at work on them, lowest first."""
         refs = (SlotRef(backend.name, index) for index in range(backend.slots))
-        return [ref for ref in refs if self.residency.slots[ref].request is None]
+        return [ref for ref in refs if self.residency.slots[ref].idle]
 
     def decode_left(self, active: Active, now: float) -> float:
         """Seconds that a running request is expected to go on decoding."""
@@ -490,7 +490,7 @@ class _View:
         return self._cheapest
 
     def _idle(self, ref: SlotRef) -> bool:
-        return self._room[ref.backend] and self._pool.residency.slots[ref].request is None
+        return self._room[ref.backend] and self._pool.residency.slots[ref].idle
 
     def _facts(self, ref: SlotRef) -> SlotFacts:
         facts = self._slots.get(ref)

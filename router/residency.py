@@ -107,6 +107,8 @@ class SlotState:
     held: Context | None = None
     known: bool = True
     request: str | None = None
+    foreign: bool = False
+    """Somebody else's request runs here: the engine is busy with it, and no lease of ours is out."""
     last_used: float = float("-inf")
     session: str = ""
     """The conversation that ran here last."""
@@ -115,6 +117,11 @@ class SlotState:
     unverified: bool = False
     """What it holds was put back from a file and the engine has not yet shown that it uses it: requests are
     led there, but nobody is told that it is resident."""
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs here, as far as is known: neither a request of ours nor anybody else's."""
+        return self.request is None and not self.foreign
 
     @property
     def resident_tokens(self) -> int:

@@ -103,6 +103,9 @@ class Owner(Protocol):
     ) -> None:
         """These leases are over; and this is what the engine says of slots that no lease has touched."""
 
+    def slots_hidden(self, life: SlotWatch) -> None:
+        """The backend has no ``/slots`` to ask: nothing more will be heard of slots without a lease."""
+
     def slots_unseen(self, life: SlotWatch, error: Exception) -> None:
         """The backend did not answer at all."""
 
@@ -210,6 +213,7 @@ class SlotWatch:
                 self._client.name,
                 self._timing.blind,
             )
+            self._owner.slots_hidden(self)
         limit = self._clock() - self._timing.blind
         free = [held for held in self._left() if (held.left or 0.0) <= limit]
         self._owner.slots_seen(self, [(held, held.outcome) for held in free], [])

@@ -190,6 +190,30 @@ def test_foreign_traffic_makes_a_slot_unknown_until_it_is_recognised() -> None:
     core.observe("gone", [SlotObservation(0, processing=False)], 3)
 
 
+def test_a_slot_at_work_for_somebody_else_is_not_given_out() -> None:
+    core = make(slots=2, in_flight="slots")
+    serve(core, "1", SYSTEM, 0)
+    (used,) = [slot.ref for slot in core.slots() if slot.resident_tokens]
+    core.observe("a", [SlotObservation(used.slot, processing=True, resident_tokens=9)], 1)
+    ask(core, "2", SYSTEM + b"and the next turn", 2)
+    (lease,) = core.grant(2)
+    assert lease.slot != used
+    ask(core, "3", b"another conversation altogether " * 9, 3)
+    assert core.grant(3) == [], "the one slot left is somebody else's"
+    core.observe("a", [SlotObservation(used.slot, processing=False, resident_tokens=9)], 4)
+    (third,) = core.grant(4)
+    assert third.slot == used
+
+
+def test_a_slot_of_which_nothing_more_is_heard_is_given_out_again() -> None:
+    core = make(slots=1)
+    core.observe("a", [SlotObservation(0, processing=True)], 0)
+    ask(core, "1", SYSTEM, 1)
+    assert core.grant(1) == []
+    core.unobserved("a")
+    assert len(core.grant(2)) == 1
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_a_cancelled_prefill_is_gone_on_with_where_it_stopped(told: bool) -> None:
     core = make(slots=2)
