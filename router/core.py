@@ -18,7 +18,7 @@ from .scheduler import CoreSettings, Waiting
 from .values import Decision, Lease, Loss, Report, SlotRef, SlotView, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from .placement import Choice
     from .residency import Residency, SlotState
@@ -83,6 +83,9 @@ class Core(Protocol):
 
         A slot that is at work without a lease of ours is given to nobody until it is seen idle.
         """
+
+    def doubt(self, backend: str, slots: Iterable[int]) -> None:
+        """What these slots hold may be changed by something that is no request; leased ones are left alone."""
 
     def unobserved(self, backend: str) -> None:
         """The engine's ``/slots`` tells nothing any more: no slot is taken to be somebody else's."""
@@ -263,6 +266,17 @@ class RouterCore:
             if slot is None or slot.request is not None:
                 continue
             _compare(residency, slot, seen)
+
+    def doubt(self, backend: str, slots: Iterable[int]) -> None:
+        """What these slots hold is unknown until observed; they are free to be given out."""
+        state = self._backends.get(backend)
+        if state is None:
+            return
+        residency = self._pools[state.pool].residency
+        for index in slots:
+            slot = residency.slots.get(SlotRef(backend, index))
+            if slot is not None and slot.request is None:
+                residency.doubt(slot.ref)
 
     def unobserved(self, backend: str) -> None:
         """The engine does not say any more what its slots do: none is taken to be somebody else's."""

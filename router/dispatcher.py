@@ -27,7 +27,7 @@ from .settling import Held, SlotWatch, Timing
 from .values import Outcome, Status
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
     from .core import Contents, Core
     from .observer import Observer
@@ -320,9 +320,19 @@ class Dispatcher:
                 self._pump()
 
     def observed(self, name: str, slots: Sequence[SlotObservation]) -> None:
-        """What idle slots of a backend are known to hold, other than by serving requests."""
+        """What a backend says of its slots, other than in the course of requests.
+
+        One at work without a lease is looked at again until it is idle.
+        """
         self._core.observe(name, slots, self._clock())
+        life = self._backends[name].life
+        if life is not None and any(seen.processing for seen in slots):
+            life.want()
         self._pump()
+
+    def doubted(self, name: str, slots: Iterable[int]) -> None:
+        """What these idle slots of a backend hold is not known any more, until it is observed."""
+        self._core.doubt(name, slots)
 
     def position(self, request_id: str) -> tuple[int, float] | None:
         """Place in the queue (0 = next) and about how many seconds are before it; ``None`` if not queued."""

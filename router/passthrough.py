@@ -19,7 +19,7 @@ from .backend import EngineBroke, EngineError, EngineUnreachable
 from .client import Client
 from .generation import ATTEMPTS, Passage, name_of, priority
 from .outbox import Outbox
-from .values import Outcome, Prompt, Request, Route, SlotObservation, Status
+from .values import Outcome, Prompt, Request, Route, Status
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -163,7 +163,7 @@ class Passthrough:
         """
         dispatcher = self._shop.dispatcher
         slots = [view.ref.slot for view in dispatcher.slots() if view.ref.backend == engine.name]
-        dispatcher.observed(engine.name, [SlotObservation(slot, processing=True) for slot in slots])
+        dispatcher.doubted(engine.name, slots)
         with contextlib.suppress(EngineBroke, EngineError, EngineUnreachable):
             dispatcher.observed(engine.name, await engine.slots() or [])
 

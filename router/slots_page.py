@@ -105,7 +105,7 @@ class SlotAction:
         async with dispatcher.alone(backend.name) as engine:
             # Whatever becomes of it: until the engine has answered, nobody knows what the slot holds.
             if action != "save":
-                dispatcher.observed(backend.name, [SlotObservation(slot, processing=True)])
+                dispatcher.doubted(backend.name, [slot])
             headers = self._shop.outgoing(client)
             async with engine.open("POST", f"/slots/{slot}?action={action}", headers, raw) as response:
                 body = await response.read()

@@ -205,6 +205,19 @@ def test_a_slot_at_work_for_somebody_else_is_not_given_out() -> None:
     assert third.slot == used
 
 
+def test_a_doubted_slot_is_unknown_but_given_out() -> None:
+    core = make(slots=1)
+    serve(core, "1", SYSTEM, 0)
+    core.doubt("a", [0, 7])
+    core.doubt("gone", [0])
+    assert not core.slots()[0].known
+    ask(core, "2", SYSTEM, 1)
+    (lease,) = core.grant(1)
+    assert lease.predicted_tokens == 0
+    core.doubt("a", [0])
+    assert core.slots()[0].busy
+
+
 def test_a_slot_of_which_nothing_more_is_heard_is_given_out_again() -> None:
     core = make(slots=1)
     core.observe("a", [SlotObservation(0, processing=True)], 0)

@@ -141,6 +141,18 @@ async def test_an_action_waits_for_what_runs_and_nothing_starts_meanwhile() -> N
         assert (await service.chat("mark-s hi")).status_code == 200
 
 
+@pytest.mark.parametrize("call", ["/slots/0?action=restore", "/v1/embeddings"])
+@pytest.mark.parametrize("tells", [True, False])
+async def test_the_only_slot_is_given_out_again_after_a_call_that_is_not_pinned(
+    call: str, tells: bool
+) -> None:
+    async with FakeLlamaServer(slots=1) as fake, serving([fake], endpoint={"slot_actions": True}) as service:
+        if not tells:
+            fake.missing.add("slots")
+        await service.http.post(call, json={"filename": "x", "input": "some text"})
+        assert (await service.chat("mark-t hi")).status_code == 200
+
+
 @pytest.mark.parametrize(
     "query", ["9?action=erase", "x?action=erase", "0?action=drop", "0?action=erase&backend=no"]
 )
