@@ -85,7 +85,7 @@ class Core(Protocol):
         """
 
     def doubt(self, backend: str, slots: Iterable[int]) -> None:
-        """What these slots hold may be changed by something that is no request; leased ones are left alone."""
+        """What these slots hold is changed by something that is no request; leased ones are left alone."""
 
     def unobserved(self, backend: str) -> None:
         """The engine's ``/slots`` tells nothing any more: no slot is taken to be somebody else's."""
