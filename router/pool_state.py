@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from . import placement, scheduler
 from .history import History
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     from .residency import Context
     from .values import Lease, Outcome, Request
+
+_Changed: TypeAlias = "tuple[SlotRef, Sequence[int], int]"
+"""A slot that changed, the chain of what it holds now, and how long that is in blocks."""
 
 _ROLLBACK_MEMORY = 0.7
 _CUT_BYTES = 64
@@ -191,14 +194,14 @@ class Pool:
         looked at when the request is priced.
         """
         epoch = self.residency.epoch
-        changed: dict[int, list[tuple[SlotRef, Sequence[int]]]] = {}
+        changed: dict[int, list[_Changed]] = {}
         for waiting in self.waiting.values():
             if waiting.epoch == epoch:
                 continue
             if waiting.epoch not in changed:
                 refs = self.residency.changed_since(waiting.epoch)
-                changed[waiting.epoch] = [(ref, self._held_chain(ref)) for ref in refs]
-            matter = [ref for ref, chain in changed[waiting.epoch] if _matters(waiting, ref, chain)]
+                changed[waiting.epoch] = [self._as_it_is(ref) for ref in refs]
+            matter = _mattering(waiting, changed[waiting.epoch])
             waiting.epoch = epoch
             if matter:
                 second = waiting.second_bytes
@@ -206,9 +209,10 @@ class Pool:
                 if waiting.second_bytes < second - BLOCK:  # what was no match for the two best may be one now
                     self.resolve(waiting, list(waiting.stale))
 
-    def _held_chain(self, ref: SlotRef) -> Sequence[int]:
+    def _as_it_is(self, ref: SlotRef) -> _Changed:
         slot = self.residency.slots.get(ref)
-        return slot.held.chain if slot is not None and slot.held is not None and slot.known else ()
+        chain = slot.held.chain if slot is not None and slot.held is not None and slot.known else ()
+        return ref, chain, len(chain)
 
     def resolve(self, waiting: Waiting, refs: Iterable[SlotRef]) -> None:
         """Look at some of the slots that changed since, and estimate anew if that makes a difference."""
@@ -233,11 +237,16 @@ class Pool:
     def _estimate(self, waiting: Waiting) -> None:
         request, tokens = waiting.request, waiting.tokens
         waiting.prompt_tokens = self.residency.prompt_tokens(request.prompt, waiting.matches)
-        best = max(tokens, key=tokens.__getitem__, default=None)
-        second = max((ref for ref in tokens if ref != best), key=tokens.__getitem__, default=None)
+        best = second = None
+        most = next_most = -1
+        for ref, held in tokens.items():
+            if held > most:
+                second, next_most = best, most
+                best, most = ref, held
+            elif held > next_most:
+                second, next_most = ref, held
         waiting.best_slot, waiting.second_slot = best, second
-        waiting.best_tokens = tokens[best] if best is not None else 0
-        waiting.second_tokens = tokens[second] if second is not None else 0
+        waiting.best_tokens, waiting.second_tokens = max(0, most), max(0, next_most)
         waiting.second_bytes = waiting.matches[second] if second is not None else 0
         waiting.demand = Demand(request.id, waiting.best_tokens, waiting.second_tokens)
         name = best.backend if best is not None else next(iter(self.backends), None)
@@ -246,12 +255,14 @@ class Pool:
             waiting.prefill_seconds = rates.prefill_seconds(waiting.best_tokens, waiting.prompt_tokens)
             waiting.full_seconds = rates.prefill_seconds(0, waiting.prompt_tokens)
             waiting.waste = scheduler.waste(waiting.prefill_seconds, waiting.full_seconds)
-            most = request.max_output_tokens
-            output = self.mean_output if most is None else min(most, self.mean_output)
+            waiting.rank = scheduler.rank(waiting, waiting.waste)
+            allowed = request.max_output_tokens
+            output = self.mean_output if allowed is None else min(allowed, self.mean_output)
             waiting.decode_seconds = rates.decode_seconds(output)
+            waiting.seconds = waiting.prefill_seconds + waiting.decode_seconds
             spread = _SPREADS * self._output_spread
             waiting.spread_seconds = rates.decode_seconds(
-                spread if most is None else min(spread, most - output)
+                spread if allowed is None else min(spread, allowed - output)
             )
 
     def _reusable(self, waiting: Waiting, ref: SlotRef, shared: int) -> int:
@@ -283,7 +294,8 @@ class Pool:
                 demands.setdefault(waiting.best_slot, []).append(waiting.demand)
         for some in demands.values():
             if len(some) > _MOST_DEMANDS:
-                some[:] = heapq.nlargest(_MOST_DEMANDS, some, key=_size)
+                some.sort(key=_size, reverse=True)
+                del some[_MOST_DEMANDS:]
         view = _View(self, demands, now)
         return scheduler.pick(
             list(self.waiting.values()),
@@ -384,25 +396,33 @@ class Pool:
         return tokens, reason or Loss.EVICTED
 
 
-def _matters(waiting: Waiting, ref: SlotRef, theirs: Sequence[int]) -> bool:
-    """Whether a slot that changed to hold the chain ``theirs`` is one of the two best of a request, or was.
+def _mattering(waiting: Waiting, changed: Sequence[_Changed]) -> list[SlotRef]:
+    """Which of the slots that changed are among the two best of a request, or were.
 
-    If not, but it matches otherwise than before, it is noted as stale.
+    One that is not, but matches otherwise than before, is noted as stale. Runs for every queued request
+    whenever a slot changes, so the common case comes first: it shares as much as before, often a preamble.
     """
-    ours = waiting.request.prompt.chain
-    shared = min(len(ours), len(theirs))
-    blocks = waiting.matches.get(ref, 0) // BLOCK
-    if 0 < blocks < shared and theirs[blocks] != ours[blocks] and theirs[blocks - 1] == ours[blocks - 1]:
-        return False  # it still shares as much: often a preamble
-    waiting.stale.add(ref)
-    if not theirs and ref in waiting.matches:
-        return True  # it may be gone altogether: nothing may be looked up in it any more
-    if waiting.second_slot is None or ref in {waiting.best_slot, waiting.second_slot}:
-        return True
-    beyond = waiting.second_bytes // BLOCK
-    if beyond < shared:
-        return ours[beyond] == theirs[beyond]
-    return beyond == len(ours) and bool(theirs)  # the end is shorter than a block
+    ours, matches, found = waiting.request.prompt.chain, waiting.matches, []
+    mine, beyond = len(ours), waiting.second_bytes // BLOCK
+    for ref, theirs, length in changed:
+        blocks = matches.get(ref, 0) // BLOCK
+        if (
+            0 < blocks < length
+            and blocks < mine
+            and theirs[blocks] != ours[blocks]
+            and theirs[blocks - 1] == ours[blocks - 1]
+        ):
+            continue
+        waiting.stale.add(ref)
+        if (
+            (not length and ref in matches)  # gone altogether, maybe: nothing may be looked up in it any more
+            or waiting.second_slot is None
+            or ref in {waiting.best_slot, waiting.second_slot}
+            # Up to the end of the prompt it is less than a block.
+            or (ours[beyond] == theirs[beyond] if beyond < min(mine, length) else beyond == mine and length)
+        ):
+            found.append(ref)
+    return found
 
 
 def _size(demand: Demand) -> int:
@@ -420,13 +440,16 @@ class _View:
             name: self._held_up(backend) for name, backend in pool.backends.items() if self._room[name]
         }
         """Seconds that one more request would lose on each backend by what runs there."""
+        self._idle = {
+            ref for ref, slot in pool.residency.slots.items() if slot.idle and self._room[ref.backend]
+        }
         self._slots: dict[SlotRef, SlotFacts] = {}
         self._cheapest: list[SlotRef] | None = None
 
     def at_home(self, waiting: Waiting) -> bool:
         """Whether a request need not wait for a busy slot: its best is idle, or holds little of it."""
         best = waiting.best_slot
-        return best is None or 2 * waiting.best_tokens < waiting.prompt_tokens or self._idle(best)
+        return best is None or best in self._idle or 2 * waiting.best_tokens < waiting.prompt_tokens
 
     def price(self, waiting: Waiting, patient: bool) -> Choice | None:  # as the scheduler asks
         """The placement of a request now; ``patient``: another may be waited for, and running ones spared."""
@@ -440,7 +463,7 @@ class _View:
         offers = []
         for ref in refs:
             match = tokens.get(ref, 0)
-            idle = self._idle(ref) and self._fits(waiting.request, ref.backend)
+            idle = ref in self._idle and self._fits(waiting.request, ref.backend)
             if idle and patient:
                 idle = self._worth_it(waiting, ref.backend, match)
             offers.append(Offer(self._facts(ref), match, idle))
@@ -482,15 +505,12 @@ class _View:
             nobody = Ask("", "", 0, 0.0, self._turns)
             losses: dict[str, list[tuple[float, float, SlotRef]]] = {}
             for ref, slot in self._pool.residency.slots.items():
-                if self._idle(ref):
+                if ref in self._idle:
                     lost = placement.loss_seconds(self._facts(ref), 0, nobody)
                     losses.setdefault(ref.backend, []).append((lost, slot.last_used, ref))
             each = max(1, _CHEAPEST_PRICED // max(1, len(losses)))
             self._cheapest = [ref for some in losses.values() for _, _, ref in heapq.nsmallest(each, some)]
         return self._cheapest
-
-    def _idle(self, ref: SlotRef) -> bool:
-        return self._room[ref.backend] and self._pool.residency.slots[ref].idle
 
     def _facts(self, ref: SlotRef) -> SlotFacts:
         facts = self._slots.get(ref)

@@ -115,17 +115,16 @@ class Rates:
         return self._blocks[min(known)[1]].rate or PREFILL_PRIOR
 
     def prefill_seconds(self, start: int, end: int) -> float:
-        """Seconds to compute the prompt tokens ``[start, end)``."""
-        return self._seconds_to(end) - self._seconds_to(start) if end > start else 0.0
-
-    def _seconds_to(self, position: int) -> float:
-        block, rest = divmod(max(0, position), BLOCK_TOKENS)
-        curve = self._curve
-        while len(curve) <= block:
+        """Seconds to compute the prompt tokens ``[start, end)``; neither is negative."""
+        if end <= start:
+            return 0.0
+        curve, first, last = self._curve, start // BLOCK_TOKENS, end // BLOCK_TOKENS
+        while len(curve) <= last:
             before = curve[-1][0] + BLOCK_TOKENS * curve[-1][1] if curve else 0.0
             curve.append((before, self.prefill_rate(len(curve))))
-        seconds, rate = curve[block]
-        return seconds + rest * rate
+        seconds, rate = curve[last]
+        skipped, first_rate = curve[first]
+        return seconds + end % BLOCK_TOKENS * rate - skipped - start % BLOCK_TOKENS * first_rate
 
     def step_seconds(self, busy: float) -> float:
         """Seconds that one decoding step takes, a token for each of ``busy`` requests."""

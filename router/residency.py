@@ -139,6 +139,8 @@ class Residency:
         self._free_keys: list[int] = []
         self._shared: dict[int, dict[int, int]] = {}
         """For each slot: the blocks that it shares with each other slot, where any."""
+        self._nearest: dict[int, int] = {}
+        """Of those, the one it shares most with; as far as it was asked for since one of them changed."""
         self._changed: OrderedDict[SlotRef, int] = OrderedDict()
         self.epoch = 0
         """Counts the changes of what slots hold."""
@@ -181,7 +183,9 @@ class Residency:
         shared = self._shared.get(state.key)
         if state.held is None or not shared:
             return 0, None
-        other = max(shared, key=lambda key: shared[key])
+        other = self._nearest.get(state.key)
+        if other is None:
+            other = self._nearest[state.key] = max(shared, key=shared.__getitem__)
         return state.held.tokens_at(shared[other] * BLOCK), self._by_key[other].ref
 
     def prompt_tokens(self, prompt: Prompt, matches: dict[SlotRef, int]) -> int:
@@ -283,8 +287,10 @@ class Residency:
         self._changed[ref] = self.epoch
         self._changed.move_to_end(ref)
         key = state.key
+        self._nearest.pop(key, None)
         for other in self._shared.pop(key, ()):
             self._shared[other].pop(key, None)
+            self._nearest.pop(other, None)
         if not known or context is None:
             self._trie.drop(key)
             return
@@ -293,6 +299,7 @@ class Residency:
         self._shared[key] = mine
         for other, blocks in mine.items():
             self._shared.setdefault(other, {})[key] = blocks
+            self._nearest.pop(other, None)
 
     def changed_since(self, epoch: int) -> Iterator[SlotRef]:
         """Slots whose content changed after ``epoch`` (a former value of :attr:`epoch`), removed ones too."""

@@ -17,7 +17,10 @@ the time that one round takes if half of it goes into work that is not prefilled
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from .values import Priority
@@ -33,6 +36,7 @@ Queue = Literal["reuse", "fifo"]
 Price: TypeAlias = "Callable[[Waiting, bool], Choice | None]"
 _Priced: TypeAlias = "tuple[Waiting, Choice]"
 
+_first_rank = attrgetter("rank")
 _SHORTLIST, _MOST_PRICED = 8, 24
 """Requests that are priced in full for a pick; the others rank behind them by a bound of their price."""
 
@@ -91,18 +95,17 @@ class Waiting:
     full_seconds: float = 0.0
     """On an empty slot."""
     decode_seconds: float = 0.0
+    seconds: float = 0.0
+    """How long it will occupy its slot: the prefill there and the decoding."""
     spread_seconds: float = 0.0
     """How much longer than ``decode_seconds`` it may well take."""
     waste: float = 0.0
     """Rank by what is known without pricing: what it costs on its best slot, if that destroys nothing."""
+    rank: tuple[bool, float, int] = (False, 0.0, 0)
+    """By priority, then ``waste``, then the youngest first."""
     demand: Demand | None = None
     """What it would lose if its best slot were overwritten."""
     choice: Choice | None = None
-
-    @property
-    def seconds(self) -> float:
-        """How long it will occupy its slot."""
-        return self.prefill_seconds + self.decode_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,33 +155,46 @@ def due(item: Waiting, limit: float, longest: float | None) -> float:
     return item.since + (max(own, limit) if relaxed else min(own, limit))
 
 
-class _Deadlines:
+class Deadlines:
     """When each waiting request is to be started, soonest first."""
 
     def __init__(self, waiting: Sequence[Waiting], settings: CoreSettings, now: float, capacity: int) -> None:
         limit = bound(waiting, settings, capacity)
-        dues = ((due(item, limit, settings.max_wait), item.order, item) for item in waiting)
-        self._dues = [(at, item) for at, _, item in sorted(dues, key=lambda entry: entry[:2])]
+        # No two have the same order, so the third is never compared; mostly sorted already, by arrival.
+        longest = settings.max_wait
+        self._dues = sorted(
+            (
+                item.since + limit if item.request.max_wait is None else due(item, limit, longest),
+                item.order,
+                item,
+            )
+            for item in waiting
+        )
         self._now, self._capacity = now, capacity
+        self._place = {order: at for at, (_, order, _) in enumerate(self._dues)}
+        begins = accumulate((item.seconds / capacity for _, _, item in self._dues), initial=now)
+        spare = [moment - begin for (moment, _, _), begin in zip(self._dues, begins, strict=False)]
+        self._spare_up_to = list(accumulate(spare, min))
+        """For each: the least that it or one before it has to spare, served in this order."""
+        self._spare_from = list(accumulate(reversed(spare), min))[::-1]
 
     def allow(self, first: Waiting, prefill_seconds: float) -> bool:
         """Whether all can still be started in time, in this order, once ``first`` was served before them.
 
         How long ``first`` will write is not known, so it is taken to write longer than most do.
         """
-        seconds = prefill_seconds + first.decode_seconds + first.spread_seconds
-        at = self._now + seconds / self._capacity
-        for moment, item in self._dues:
-            if item is first:
-                continue
-            if at > moment:
-                return False
-            at += item.seconds / self._capacity
-        return True
+        delay = (prefill_seconds + first.decode_seconds + first.spread_seconds) / self._capacity
+        place = self._place[first.order]
+        if place and delay > self._spare_up_to[place - 1]:
+            return False
+        if place + 1 == len(self._dues):
+            return True
+        # Those behind it do not wait for its turn any more.
+        return delay - first.seconds / self._capacity <= self._spare_from[place + 1]
 
     def force(self, price: Price, *, overdue: bool) -> Waiting | None:
         """The soonest (of those whose moment has come, if ``overdue``) for which a slot is idle."""
-        for moment, item in self._dues:
+        for moment, _, item in self._dues:
             if overdue and moment > self._now:
                 return None
             item.choice = price(item, False)
@@ -188,7 +204,7 @@ class _Deadlines:
 
     def next(self) -> float | None:
         """The soonest moment that is still to come."""
-        return next((moment for moment, _ in self._dues if moment > self._now), None)
+        return next((moment for moment, _, _ in self._dues if moment > self._now), None)
 
 
 def pick(
@@ -211,7 +227,7 @@ def pick(
     """
     if settings.queue == "fifo":
         return _in_order(waiting, price)
-    deadlines = _Deadlines(waiting, settings, now, capacity)
+    deadlines = Deadlines(waiting, settings, now, capacity)
     wakes: list[float] = []
     for item, choice in _by_price(_eligible(waiting, served), idle, price):
         if not deadlines.allow(item, choice.prefill_seconds):
@@ -242,19 +258,25 @@ def _by_price(waiting: Sequence[Waiting], idle: Callable[[Waiting], bool], price
     Only the first few by a lower bound of their price are priced in full; more if none of those can start, up
     to a limit. Those whose best slot is busy, and who may do best to wait, come last.
     """
-    ranked = sorted(waiting, key=lambda w: (not idle(w), *_rank(w, w.waste)))
-    for at in range(0, min(len(ranked), _MOST_PRICED), _SHORTLIST):
+    ready: list[Waiting] = []
+    later: list[Waiting] = []
+    for item in waiting:
+        (ready if idle(item) else later).append(item)
+    ranked = heapq.nsmallest(_MOST_PRICED, ready, key=_first_rank)
+    ranked += heapq.nsmallest(_MOST_PRICED - len(ranked), later, key=_first_rank)
+    for at in range(0, len(ranked), _SHORTLIST):
         able: list[_Priced] = []
         for item in ranked[at : at + _SHORTLIST]:
             item.choice = price(item, True)
             if item.choice is not None and not item.choice.hold:
                 able.append((item, item.choice))
         if able:
-            return sorted(able, key=lambda pair: _rank(pair[0], waste(pair[1].cost, pair[0].full_seconds)))
+            return sorted(able, key=lambda pair: rank(pair[0], waste(pair[1].cost, pair[0].full_seconds)))
     return []
 
 
-def _rank(item: Waiting, wasted: float) -> tuple[bool, float, int]:
+def rank(item: Waiting, wasted: float) -> tuple[bool, float, int]:
+    """The order of two requests, lower first: by priority, then ``wasted``, then the youngest first."""
     return item.request.priority is not Priority.INTERACTIVE, wasted, -item.order
 
 

@@ -152,12 +152,20 @@ class PrefixTrie:
 
     def _refine(self, mask: int, chain: array[int], steps: int, found: dict[int, int]) -> None:
         low = steps * STRIDE
+        last = 0
         while mask:
             bit = mask & -mask
             mask ^= bit
             key = bit.bit_length() - 1
             other = self._chains[key]
             if len(other) > low and len(chain) > low and other[low] == chain[low]:
-                found[key] = common_blocks(other, chain, low + 1, low + STRIDE)
+                if (
+                    not last < len(other)
+                    or not low < last < len(chain)
+                    or other[last] == chain[last]
+                    or (other[last - 1] != chain[last - 1])
+                ):  # most part from the chain where the one before did, at the end of a common preamble
+                    last = common_blocks(other, chain, low + 1, low + STRIDE)
+                found[key] = last
             elif low:
                 found[key] = low
