@@ -181,6 +181,10 @@ def _facts(it: Explanation) -> list[str]:
             f"Observed: {record.cached_tokens:,} reused, {record.processed_tokens:,} computed"
             + (f": {why}." if why else ".")
         )
+    if record.masked:
+        lines.append(f"Masks of its pool left {record.masked:,} bytes of its prompt out of the comparison.")
+    if record.sorted_tools:
+        lines.append("Its tools were sorted by name before it was sent.")
     first = "–" if record.first_token is None else f"{record.first_token:.2f} s"
     lines.append(
         f"Times: {record.queued:.2f} s in the queue, {record.prefill_seconds:.2f} s prefill, {first} to the "
@@ -247,6 +251,8 @@ def as_json(it: Explanation) -> dict[str, Any]:
         "cached_tokens": record.cached_tokens,
         "processed_tokens": record.processed_tokens,
         "losses": record.losses,
+        "masked_bytes": record.masked,
+        "sorted_tools": record.sorted_tools,
         "candidates": [
             {
                 "backend": one.slot.backend,

@@ -342,6 +342,18 @@ class Attempt:
         """Whether the last event alone does not tell that all slots are free, or which one it was."""
         return self._lease.request.slots > 1
 
+    def _shown(self, chunk: bytes) -> bytes:
+        """A piece of a stream as the client gets it; empty while more is needed for that."""
+        return chunk
+
+    def _shown_last(self) -> bytes:
+        """What :meth:`_shown` held back when the stream is over."""
+        return b""
+
+    def _shown_whole(self, body: bytes) -> bytes:
+        """A whole answer as the client gets it."""
+        return body
+
     # -- the lease -----------------------------------------------------------------------------------------
 
     @property
@@ -403,12 +415,15 @@ class Attempt:
                 self._dispatcher.first_token(self._id)
             if reader.finished and not late:
                 self._finish_stream()
-            if not outbox.put(chunk):
+            shown = self._shown(chunk)
+            if shown and not outbox.put(shown):
                 await outbox.room()
         if reader.finished:
             if not self._settled:
                 await self._look_where()
             self._finish_stream()
+            if rest := self._shown_last():
+                outbox.put(rest)
             await outbox.flush()
             await client.end()
 
@@ -448,8 +463,8 @@ class Attempt:
             error = reader.error or {}
             refused = 400 <= response.status < 500 or response.status in {501, 503}  # noqa: PLR2004
             outcome = Outcome(Status.ERROR, untouched=refused, engine_error=is_fatal(error))
+        rest = b"".join(held) if client.started else self._shown_whole(b"".join(held))
         self._finish(outcome)
-        rest = b"".join(held)
         if not client.started:
             await client.answer(response.status, rest, without_length(headers))
         elif client.streams:  # a ping has begun the stream: what would have been a status comes as an event

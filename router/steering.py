@@ -20,6 +20,7 @@ from .backend import EngineBroke, EngineError, EngineUnreachable
 from .generation import Attempt, Generation, Work
 from .stream import TruthReader
 from .trie import common_blocks
+from .usage import Correction, corrected
 from .values import BLOCK, Outcome, Route, SlotObservation, SlotRef, Status
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class SteeredAttempt(Attempt):
         self._before: TruthReader | None = None
         """What the engine said of the call that computed the prompt."""
         self._ran_on: SlotRef | None = None
+        self._correction: Correction | None = None
 
     async def _prepare(self, engine: EngineClient) -> None:
         """Compute the prompt in the slot of the lease, so that the engine takes this one."""
@@ -154,12 +156,29 @@ class SteeredAttempt(Attempt):
                 reader.feed(chunk)
         if reader.error is None and reader.cached_tokens is not None:
             self._before = reader
+            self._correction = Correction(*self._computed())
         # An error is not told here: the engine answers the request itself with it.
         self._dispatcher.sending(self._id)
 
     def _body(self) -> bytes:
         """The client's bytes. A build that honours a pin here is told the slot; the others ignore it."""
         return super()._body() if self._lease.request.pinned else self._work.raw
+
+    def _shown(self, chunk: bytes) -> bytes:
+        """With the counts that the client would have seen had its prompt not been computed just before."""
+        return chunk if self._correction is None else self._correction.feed(chunk)
+
+    def _shown_last(self) -> bytes:
+        return b"" if self._correction is None else self._correction.rest()
+
+    def _shown_whole(self, body: bytes) -> bytes:
+        return body if self._before is None else corrected(body, *self._computed())
+
+    def _computed(self) -> tuple[int, int]:
+        """Tokens that the call before found, and all of the prompt; zeros without one."""
+        before = self._before
+        cached = 0 if before is None else before.cached_tokens or 0
+        return cached, cached + (0 if before is None else before.processed_tokens or 0)
 
     @property
     def _settles_late(self) -> bool:
@@ -170,7 +189,7 @@ class SteeredAttempt(Attempt):
         cached = self._reader.cached_tokens
         expected = self._lease.predicted_tokens - _MARGIN
         if self._before is not None:
-            expected = (self._before.cached_tokens or 0) + (self._before.processed_tokens or 0) - 1
+            expected = self._computed()[1] - 1
         return cached is not None and cached >= expected
 
     def _landed(self) -> bool:

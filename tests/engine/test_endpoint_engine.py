@@ -259,3 +259,60 @@ async def test_what_embeddings_overwrite_is_not_counted_on(
         assert max(held.values()) > 50
         again = await running.http.post("/v1/chat/completions", json=chat(text, max_tokens=2))
         assert int(again.headers["x-warmslot-predicted-tokens"]) <= again.json()["timings"]["cache_n"] + 2
+
+
+KEYS = [{"name": "a", "value": "ka"}, {"name": "b", "value": "kb"}]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/completion"])
+@pytest.mark.parametrize("isolation", [False, True])
+async def test_isolated_tenants_learn_nothing_of_each_others_prompts(
+    tooled: RunningEngine, path: str, isolation: bool
+) -> None:
+    """B's counts, and so the time that it waits, are the same whether A has asked that before or not."""
+    text = f"The password of {path} is {isolation}. " + "Nobody else may learn of it. " * 30
+    unheard = "Quite another matter. " + "Nobody has ever asked for this. " * 30
+    async with serving(
+        [Address(tooled.base_url, SLOTS, CONTEXT)],
+        fresh=False,
+        keys=KEYS,
+        endpoint={"isolation": isolation},
+    ) as service:
+
+        async def ask(key: str, words: str) -> tuple[int, int, float]:
+            """Prompt tokens reused, prompt tokens computed, seconds that the engine took for them."""
+            body: dict[str, Any] = {"max_tokens": 1, **chat(words)}
+            if path == "/v1/responses":
+                body = {"max_output_tokens": 1, "input": words}
+            if path == "/completion":
+                body = {"n_predict": 1, "prompt": words}
+            headers = {"authorization": f"Bearer {key}"}
+            answer = await service.http.post(path, json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            told = answer.json()
+            usage = told.get("usage", {})
+            if path == "/v1/messages":
+                cached, computed = usage["cache_read_input_tokens"], usage["input_tokens"]
+            elif path == "/v1/responses":
+                cached = usage["input_tokens_details"]["cached_tokens"]
+                computed = usage["input_tokens"] - cached
+            else:
+                cached, computed = told["timings"]["cache_n"], told["timings"]["prompt_n"]
+            return cached, computed, service.watcher.outcomes[-1].prefill_seconds
+
+        for _ in range(2):
+            await ask("ka", text)
+        assert (await ask("ka", text))[0] > 100
+        cached, computed, seconds = await ask("kb", text)
+        if not isolation:
+            assert cached > 100
+            return
+        assert cached == 0
+        assert computed > 100
+        # Every token was computed, which takes time even on a fast machine; one token would not.
+        _, rest, again = await ask("kb", text)
+        assert rest < computed / 10
+        assert path == "/v1/responses" or seconds > 3 * again
+        # Neither a prompt's beginning nor a new one tells more.
+        assert (await ask("kb", text[: len(text) // 2] + unheard))[0] < computed
+        assert (await ask("ka", unheard))[1] > 100

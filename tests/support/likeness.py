@@ -25,6 +25,11 @@ PROMPT: dict[str, Any] = {"prompt": f"{_COUNTING}one two three", "n_predict": 5,
 """How it goes on is beyond doubt, whichever batches the engine computed the prompt in."""
 
 SHAPED = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": SHAPED},
+}
+LONG = {"role": "user", "content": "word " * 3000}
 
 CORPUS: dict[str, tuple[str, str, dict[str, Any] | bytes | None]] = {
     "chat": ("POST", "/v1/chat/completions", CHAT),
@@ -57,6 +62,7 @@ CORPUS: dict[str, tuple[str, str, dict[str, Any] | bytes | None]] = {
     "tokenize": ("POST", "/tokenize", {"content": "One two"}),
     "detokenize": ("POST", "/detokenize", {"tokens": [1, 2]}),
     "apply-template": ("POST", "/apply-template", CHAT),
+    "props": ("GET", "/props", None),
     "nowhere": ("GET", "/nowhere", None),
 }
 """Requests that both engines take, and some that they refuse."""
@@ -87,6 +93,19 @@ REAL: dict[str, tuple[str, str, dict[str, Any] | bytes | None]] = {
             ]
         },
     ),
+    "chat-tools": ("POST", "/v1/chat/completions", CHAT | {"tools": [TOOL]}),
+    "chat-tools-stream": (
+        "POST",
+        "/v1/chat/completions",
+        CHAT | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 40, "stream": True},
+    ),
+    "chat-two-stream": ("POST", "/v1/chat/completions", CHAT | {"n": 2, "stream": True}),
+    "chat-stop": ("POST", "/v1/chat/completions", CHAT | {"stop": ["e"], "stream": True}),
+    "chat-logprobs-stream": (
+        "POST",
+        "/v1/chat/completions",
+        CHAT | {"logprobs": True, "top_logprobs": 1, "stream": True},
+    ),
     "chat-no-cache": ("POST", "/v1/chat/completions", CHAT | {"cache_prompt": False}),
     "chat-lora": ("POST", "/v1/chat/completions", CHAT | {"lora": []}),
     "completions-echo": ("POST", "/v1/completions", PROMPT | {"echo": True}),
@@ -95,15 +114,73 @@ REAL: dict[str, tuple[str, str, dict[str, Any] | bytes | None]] = {
     "completion-several": ("POST", "/completion", PROMPT | {"prompt": ["One two", "Three four"]}),
     "completion-tokens": ("POST", "/completion", PROMPT | {"prompt": [1, 2, 3, 4], "return_tokens": True}),
     "completion-mixed": ("POST", "/completion", PROMPT | {"prompt": [1, "two three", 4]}),
+    "completion-bad-grammar": ("POST", "/completion", PROMPT | {"grammar": "root ::= ("}),
+    "completion-stop": ("POST", "/completion", PROMPT | {"stop": ["six"], "stream": True}),
+    "completions-long": ("POST", "/v1/completions", {"prompt": "word " * 3000, "stream": True}),
     "infill": ("POST", "/infill", {"input_prefix": "def f(", "input_suffix": "return", "n_predict": 3}),
+    "responses-short": ("POST", "/responses", {"input": "Count.", "max_output_tokens": 5}),
+    "responses-tools": (
+        "POST",
+        "/v1/responses",
+        {
+            "input": "Count.",
+            "max_output_tokens": 40,
+            "stream": True,
+            "tools": [{"type": "function"} | TOOL["function"]],
+            "tool_choice": "required",
+        },
+    ),
+    "messages-long": ("POST", "/v1/messages", {"messages": [LONG], "max_tokens": 2, "stream": True}),
+    "messages-tools": (
+        "POST",
+        "/v1/messages",
+        CHAT
+        | {
+            "messages": CHAT["messages"][1:],
+            "tools": [{"name": "look", "input_schema": SHAPED}],
+            "tool_choice": {"type": "any"},
+            "max_tokens": 40,
+            "stream": True,
+        },
+    ),
     "embeddings": ("POST", "/v1/embeddings", {"input": "One"}),
     "rerank": ("POST", "/v1/rerank", {"query": "a", "documents": ["b"]}),
     "count": ("POST", "/v1/messages/count_tokens", CHAT | {"messages": CHAT["messages"][1:]}),
     "count-responses": ("POST", "/v1/responses/input_tokens", {"input": "Count."}),
+    "count-wrong": ("POST", "/v1/messages/count_tokens", {}),
     "lora": ("GET", "/lora-adapters", None),
+    "lora-set": ("POST", "/lora-adapters", b"[]"),
+    "lora-wrong": ("POST", "/lora-adapters", {"id": 0}),
+    "tokenize-empty": ("POST", "/tokenize", {}),
+    "detokenize-wrong": ("POST", "/detokenize", {"tokens": "x"}),
+    "apply-template-wrong": ("POST", "/apply-template", {}),
     "tokenize-pieces": ("POST", "/tokenize", {"content": "One", "with_pieces": True, "add_special": True}),
 }
 """More, which the fake engine does not know."""
+
+POOLED: dict[str, tuple[str, str, dict[str, Any] | bytes | None]] = {
+    f"{path}-{name}": ("POST", path, body)
+    for path in ("/v1/embeddings", "/embeddings", "/embedding")
+    for name, body in {
+        "one": {"input": "One two three"},
+        "several": {"input": ["One two", "three"]},
+        "base64": {"input": "One", "encoding_format": "base64"},
+        "content": {"content": "One two"},
+        "wrong": {},
+    }.items()
+}
+"""For an engine that was started with ``--embeddings``."""
+
+RANKED: dict[str, tuple[str, str, dict[str, Any] | bytes | None]] = {
+    f"{path}-{name}": ("POST", path, body)
+    for path in ("/v1/rerank", "/rerank", "/reranking", "/v1/reranking")
+    for name, body in {
+        "documents": {"query": "river", "documents": ["The sea.", "A river runs."]},
+        "best": {"query": "river", "documents": ["The sea.", "A river runs."], "top_n": 1},
+        "wrong": {"query": "river"},
+    }.items()
+}
+"""For an engine that was started with ``--reranking``."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +213,16 @@ async def ask(http: httpx.AsyncClient, url: str, request: tuple[str, str, Any]) 
         # Which slots several prompts take is the engine's choice: the next such request may start anew.
         data = _COUNTS.sub(rb'"\1":0', data)
     streams = answer.headers["content-type"].startswith("text/event-stream")
-    return Likeness(answer.status_code, kept, data.split(b"\n\n") if streams else [data])
+    pieces = data.split(b"\n\n") if streams else [data]
+    if streams and isinstance(body, dict) and "n" in body:
+        # So is which of two choices comes first in each step; each by itself is compared event by event.
+        pieces.sort(key=_choice)
+    return Likeness(answer.status_code, kept, pieces)
+
+
+def _choice(piece: bytes) -> int:
+    found = re.search(rb'"index":([0-9]+)', piece)
+    return int(found[1]) if found else 1 << 30
 
 
 async def both(

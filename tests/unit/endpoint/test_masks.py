@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
+from warmslot.launcher.cli import app as cli
 from warmslot.router.config import Config
 from warmslot.router.journal import read
 from warmslot.router.masks import Treatment
@@ -80,3 +83,9 @@ async def test_what_was_done_stands_in_the_journal(tmp_path: Path) -> None:
         (len("nonce abc "), True),
         (0, False),
     ]
+    said = CliRunner().invoke(cli, ["explain", str(journal), records[0].id]).output
+    assert "Masks of its pool left 10 bytes of its prompt out of the comparison." in said
+    assert "Its tools were sorted by name before it was sent." in said
+    for record, masked in zip(records, (10, 0), strict=True):
+        data = json.loads(CliRunner().invoke(cli, ["explain", str(journal), record.id, "--json"]).output)
+        assert (data["masked_bytes"], data["sorted_tools"]) == (masked, masked > 0)
