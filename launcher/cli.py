@@ -104,9 +104,32 @@ def up(
 
 
 @config_app.command("check")
-def config_check(file: ConfigFile) -> None:
-    """Say what is wrong with a configuration file, one line for each setting."""
+def config_check(
+    file: ConfigFile,
+    elsewhere: Annotated[
+        bool,
+        typer.Option(
+            "--elsewhere", help="It is for another machine: leave out whether what it names is on this one."
+        ),
+    ] = False,
+) -> None:
+    """Say what is wrong with a configuration file, and what it names that is not here, one line for each.
+
+    Models, engines and their flags, folders and files to write to are looked at. Exit code 2: the file is
+    wrong, 1: something is missing on this machine.
+    """
     config = _load(file)
+    if not elsewhere:
+        from warmslot.router.config_file import ConfigError, locate
+
+        from .preflight import preflight
+
+        if lacks := preflight(config):
+            try:
+                at = locate(file)
+            except ConfigError as error:  # changed since it was read
+                _fail(error.lines, 2)
+            _fail((at(lack.place, lack.message) for lack in lacks), 1)
     backends = [backend for pool in config.pools for backend in pool.backends]
     launched = sum(backend.url is None for backend in backends)
     typer.echo(

@@ -97,6 +97,15 @@ def build_command(
     return Command(argv, {**inherited, **backend.env}, tuple(lacking), backend.env)
 
 
+def parse_cpus(text: str) -> set[int]:
+    """``0-3,8`` -> {0, 1, 2, 3, 8}."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
 def _profile(backend: Backend, model: Path, host: str, port: int) -> list[Flag]:
     total = backend.slots * backend.context
     flags = [

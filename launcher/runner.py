@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 
-from .command import CommandError, build_command
+from .command import CommandError, build_command, parse_cpus
 from .host_memory import fit_cache_ram
 from .logs import Loading
 from .model import ModelError, find_model
@@ -490,15 +490,6 @@ class Runner:
     def reshape(self, launch: Launch) -> None:
         """Use other settings from the next start on."""
         self.launch = launch
-
-
-def parse_cpus(text: str) -> set[int]:
-    """``0-3,8`` -> {0, 1, 2, 3, 8}."""
-    found: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
 
 
 def _client() -> httpx.AsyncClient:

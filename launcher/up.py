@@ -31,9 +31,10 @@ from .operations import Operations, reload_lines
 from .orphans import OwnedError, StateFolder
 from .process import State
 from .progress import start_watches
+from .prompt_file import WarmUpError
 from .state import folder_of
 from .supervisor import Launch, Manners, Supervisor
-from .warm_up import WarmUp, WarmUpError
+from .warm_up import WarmUp
 from .warmth import Warmth
 
 if TYPE_CHECKING:

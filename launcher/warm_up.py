@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import orjson
+
+from .prompt_file import WarmUpError, read_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,23 +26,6 @@ log = logging.getLogger("warmslot.launcher")
 _TIMEOUT = 600.0
 _QUIET = 1.0
 """Seconds without any request before a prompt is prefilled."""
-
-
-class WarmUpError(Exception):
-    """A file holds no prompt; one line."""
-
-
-def read_prompt(path: Path) -> dict[str, Any]:
-    """A request body with ``messages`` or ``prompt``. Raises :class:`WarmUpError`."""
-    try:
-        body = orjson.loads(path.read_bytes())
-    except OSError as error:
-        raise WarmUpError(f"warm_up: {path}: {error.strerror}") from None
-    except orjson.JSONDecodeError as error:
-        raise WarmUpError(f"warm_up: {path}: not JSON: {error}") from None
-    if not isinstance(body, dict) or not {"messages", "prompt"} & body.keys():
-        raise WarmUpError(f"warm_up: {path}: found no messages and no prompt, allowed: a request body")
-    return body
 
 
 class WarmUp:

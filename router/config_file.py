@@ -19,7 +19,7 @@ from .config import Backend, Config, Key
 from .config_schema import Schema, allowed, child, members, schema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from .config_schema import Path as Steps
 
@@ -45,8 +45,21 @@ def load(path: str | os.PathLike[str], env: Mapping[str, str] = os.environ) -> C
     Raises :class:`ConfigError`.
     """
     file = os.fspath(path)
+    return _complete(*parse(_read(file), file), Path(file).parent, env)
+
+
+def locate(path: str | os.PathLike[str]) -> Callable[[Steps, str], str]:
+    """A function that puts file, line and name of a setting before what is said of it.
+
+    Raises :class:`ConfigError`.
+    """
+    file = os.fspath(path)
+    return _Document(_read(file), file).error
+
+
+def _read(file: str) -> str:
     try:
-        text = Path(file).read_bytes().decode()
+        return Path(file).read_bytes().decode()
     except UnicodeDecodeError as error:
         raise ConfigError(
             [f"{file}: found bytes that are not UTF-8 (at {error.start}), allowed: UTF-8 text"]
@@ -54,7 +67,6 @@ def load(path: str | os.PathLike[str], env: Mapping[str, str] = os.environ) -> C
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ConfigError([f"{file}: {reason}, allowed: a readable YAML file"]) from None
-    return _complete(*parse(text, file), Path(file).parent, env)
 
 
 def parse(text: str, file: str = "config") -> tuple[Config, _Document]:

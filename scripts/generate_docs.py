@@ -26,7 +26,9 @@ def configuration_page() -> str:
     return f"""# Configuration
 
 One YAML file, given to `warmslot up FILE`. `warmslot config check FILE` says what is wrong with it, one line
-for each setting, and exits with 2; `warmslot config show FILE` prints it with all defaults filled in.
+for each setting, and exits with 2; and what it names that is not on this machine (models, engines and flags
+that they lack, folders that cannot be written), and exits with 1. `warmslot config show FILE` prints it with
+all defaults filled in.
 Editors that know `configs/warmslot.schema.json` complete and check it: see the first line of
 `configs/example.yaml`, where every setting stands with a comment.
 

@@ -28,11 +28,27 @@ def run(*arguments: str | Path) -> tuple[int, str, str]:
 
 
 def test_config_check_of_a_good_file() -> None:
-    assert run("config", "check", EXAMPLE) == (
+    assert run("config", "check", "--elsewhere", EXAMPLE) == (
         0,
         f"{EXAMPLE}: good: 1 pool(s), 1 backend(s) launched here, 1 remote, 1 key(s)\n",
         "",
     )
+
+
+def test_config_check_names_what_is_not_here_by_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "warmslot.yaml"
+    file.write_text(
+        "engine: /nowhere/llama-server\n"
+        "journal: {path: none/journal.jsonl}\n"
+        "pools:\n  - name: p\n    backends:\n      - {name: b, model: none.gguf}\n"
+    )
+    code, out, err = run("config", "check", file)
+    assert (code, out) == (1, "")
+    assert err.splitlines() == [
+        f"{file}:2: journal.path: there is no folder {tmp_path}/none",
+        f"{file}:6: pools[0].backends[0].model: there is no model file {tmp_path}/none.gguf",
+        f"{file}:1: engine: setting engine: there is no file /nowhere/llama-server",
+    ]
 
 
 @pytest.mark.parametrize("command", [("config", "check"), ("config", "show"), ("up",)])

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+from warmslot.launcher.command import parse_cpus
 from warmslot.launcher.engine import Engine, EngineKind, parse_help
 from warmslot.launcher.restarts import RestartPolicy
-from warmslot.launcher.runner import parse_cpus
 from warmslot.launcher.supervisor import Launch, Manners, Supervisor
 
 from tests.support.launcher import PATIENCE, STUB_HELP, Recorder, gone, stub_launch

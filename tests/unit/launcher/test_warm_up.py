@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from warmslot.launcher import warm_up
-from warmslot.launcher.warm_up import WarmUp, WarmUpError
+from warmslot.launcher.prompt_file import WarmUpError
+from warmslot.launcher.warm_up import WarmUp
 from warmslot.router.values import Status
 
 from tests.fakes.llama_server import FakeLlamaServer
