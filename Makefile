@@ -7,7 +7,8 @@ help:
 	@echo "make check   lint, format, types, import direction, generated pages"
 	@echo "make bench   the benchmarks"
 	@echo "make fuzz    100,000 broken requests to a router on a fake engine (an hour or more)"
-	@echo "make faults  every fault of the engines 20 times, and each alert by a real fault"
+	@echo "make faults  every fault of engines and launcher 20 times, and each alert by a real fault;"
+	@echo "             in parts with SELECT='-k \"stock and saving\"', WARMSLOT_FAULTS=3 for fewer times"
 	@echo "make soak    64 clients on each real engine for five minutes, with leaving and a kill"
 	@echo "make docs    write the generated pages again"
 	@echo "make clean   remove .venv, build/ and caches"
@@ -40,4 +41,4 @@ clean:
 
 faults:
 	@scripts/venv demo test
-	@WARMSLOT_FAULTS=$${WARMSLOT_FAULTS:-20} scripts/test -m faults tests/engine/test_faults.py tests/dashboards/test_faults.py
+	@WARMSLOT_FAULTS=$${WARMSLOT_FAULTS:-20} scripts/test -m faults tests/engine/test_faults.py tests/e2e/test_faults.py tests/dashboards/test_faults.py $(SELECT)
