@@ -12,9 +12,10 @@ import heapq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from warmslot.router.host_tier import NOTHING, Exchange, HostTier
 from warmslot.router.residency import Context
 from warmslot.router.trie import PrefixTrie
-from warmslot.router.values import Outcome, Prompt, Request, Status
+from warmslot.router.values import HostMemory, Outcome, Prompt, Request, Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,6 +56,7 @@ class Speed:
 
     ``gain``: what each further decoding request adds to the total rate, as a share of one that decodes alone.
     ``halving``: prompt position at which the prefill rate has fallen to half; 0 = the rate is constant.
+    ``copy``: at which contexts are saved to host memory and loaded from it; 0 = in no time.
     """
 
     prefill: float = 500.0
@@ -62,6 +64,11 @@ class Speed:
     gain: float = 0.7
     batch: int = 2048
     halving: float = 0.0
+    copy: float = 0.0
+
+    def copy_seconds(self, tokens: int) -> float:
+        """Seconds to copy so many tokens to host memory or back."""
+        return tokens / self.copy if self.copy > 0 else 0.0
 
     def prefill_seconds(self, start: float, end: float) -> float:
         """Seconds to compute prompt tokens ``[start, end)`` with nothing else running."""
@@ -85,12 +92,21 @@ class Served:
     predicted_tokens: int
     output_tokens: int
     losses: dict[str, int] = field(default_factory=dict)
+    host_tokens: int = 0
+    """Of the cached ones, those that host memory added to what the slot held."""
 
 
 class Engine:
-    """Slots of one modelled llama-server. ``unbounded`` keeps every context for ever."""
+    """Slots of one modelled llama-server. ``unbounded`` keeps every context for ever.
 
-    def __init__(self, slots: int, *, unbounded: bool = False) -> None:
+    ``host``: with a prompt cache in host memory (``--cache-ram``). ``pinned``: requests name their slots.
+    """
+
+    def __init__(
+        self, slots: int, *, unbounded: bool = False, host: HostMemory | None = None, pinned: bool = True
+    ) -> None:
+        self._host = HostTier(host) if host is not None else None
+        self._pinned = pinned
         self.held: list[Context | None] = [None] * slots
         self._everything = PrefixTrie() if unbounded else None
         self._kept: list[Context] = []
@@ -104,6 +120,15 @@ class Engine:
         # Without a whole block in common, the few shared bytes are found the long way.
         found = [(self._kept[key], n) for key, n in blocks.items()] or [(kept, 0) for kept in self._kept]
         return max((context.tokens_at(context.refine(prompt, n)) for context, n in found), default=0)
+
+    def take(self, slot: int, prompt: Prompt, prompt_tokens: int) -> Exchange:
+        """A request is given a slot: what is saved to host memory and loaded from it first."""
+        if self._host is None:
+            return NOTHING
+        exchange = self._host.exchange(self.held[slot], prompt, prompt_tokens, pinned=self._pinned)
+        if exchange.loaded is not None:
+            self.held[slot] = exchange.loaded.context
+        return exchange
 
     def serve(self, slot: int, call: Call) -> None:
         """The slot holds prompt and answer from now on."""
@@ -130,8 +155,10 @@ class _Running:
     arrived: float
     cached: int
     prompt_tokens: int
+    host: int
+    """Of the cached tokens, those from host memory."""
     prefill: float
-    """Seconds of prefill that are left."""
+    """Seconds that are left until the first token: of copying and prefill."""
     decode: float
     """Output tokens that are left."""
     prefill_total: float
@@ -271,11 +298,22 @@ class _Replay:
         for lease in self._policy.grant(self._now):
             index, call, arrived = self._queued.pop(lease.request.id)
             prompt_tokens = call.prompt_tokens
-            cached = min(self._engine.cached(lease.slot.slot, call.prompt), prompt_tokens - 1)
+            slot = lease.slot.slot
+            alone = min(self._engine.cached(slot, call.prompt), prompt_tokens - 1)
+            exchange = self._engine.take(slot, call.prompt, prompt_tokens)
+            cached = min(self._engine.cached(slot, call.prompt), prompt_tokens - 1)
             seconds = self._speed.prefill_seconds(cached, prompt_tokens)
             self._index[lease.request.id] = index
             self._running[lease.request.id] = _Running(
-                call, lease, arrived, cached, prompt_tokens, seconds, float(call.output_tokens), seconds
+                call=call,
+                lease=lease,
+                arrived=arrived,
+                cached=cached,
+                prompt_tokens=prompt_tokens,
+                host=max(0, cached - alone),
+                prefill=seconds + self._speed.copy_seconds(exchange.moved),
+                decode=float(call.output_tokens),
+                prefill_total=seconds,
             )
 
     def _rates(self) -> tuple[str | None, float]:
@@ -351,6 +389,7 @@ class _Replay:
                 predicted_tokens=lease.predicted_tokens,
                 output_tokens=call.output_tokens,
                 losses={str(k): n for k, n in report.losses.items()} if report is not None else {},
+                host_tokens=running.host,
             )
         )
         self._clients.done(self._index.pop(name), self._now)

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from warmslot.router.core import CoreSettings, RouterCore
+from warmslot.router.values import HostMemory
 
 from .replay import BACKEND, POOL, Arrival, Clients, Engine, Served, Speed, replay
 from .rivals import ArrivalOrder, Clairvoyant, EngineSelection, Unbounded
@@ -35,11 +36,15 @@ PolicyName = Literal["engine", "fifo", "reuse", "clairvoyant", "infinite"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 _ENDLESS_CONTEXT = 1 << 30
 _SPEED = Speed()
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One run of the simulator. Times are seconds; ``max_wait`` ``None`` lets the router adapt it."""
+    """One run of the simulator. Times are seconds; ``max_wait`` ``None`` lets the router adapt it.
+
+    ``host``: the engine runs with a prompt cache in host memory of this size.
+    """
 
     policy: PolicyName
     slots: int
@@ -51,6 +56,7 @@ class Setup:
     think: float = 0.0
     rate: float = 1.0
     speed: Speed = _SPEED
+    host: HostMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,8 @@ class Row:
     ttft_max_s: float
     predicted: float
     """Reuse that the router predicted when it placed the requests; the rivals predict nothing."""
+    from_host: float = 0.0
+    """Of the reuse, what the engine's prompt cache in host memory added."""
 
 
 def simulate_one(trace: Trace, setup: Setup, progress: Callable[[int], None] | None = None) -> list[Served]:
@@ -82,7 +90,8 @@ def simulate_one(trace: Trace, setup: Setup, progress: Callable[[int], None] | N
     unbounded = setup.policy == "infinite"
     policy = _policy(trace, setup)
     clients = Clients(trace, setup.live, setup.arrival, rate=setup.rate, think=setup.think)
-    engine = Engine(setup.slots, unbounded=unbounded)
+    host = None if unbounded else setup.host
+    engine = Engine(setup.slots, unbounded=unbounded, host=host, pinned=setup.policy != "engine")
     expect = policy.expect if isinstance(policy, ArrivalOrder) else None
     return replay(clients, policy, engine, setup.speed, on_arrival=expect, progress=progress)
 
@@ -136,6 +145,7 @@ def summarise(trace: Trace, setup: Setup, served: Sequence[Served], limit: float
         ttft_p99_s=_quantile(ttft, 0.99),
         ttft_max_s=ttft[-1],
         predicted=sum(s.predicted_tokens for s in served) / prompt,
+        from_host=sum(s.host_tokens for s in served) / prompt,
     )
 
 
@@ -144,7 +154,7 @@ def table(rows: Sequence[Row]) -> Table:
     out = Table(title=None, header_style="bold")
     for name in ("trace", "live", "slots", "policy", "max wait"):
         out.add_column(name)
-    for name in ("reuse", "of limit", "prefill", "makespan", "longest wait"):
+    for name in ("reuse", "from host", "of limit", "prefill", "makespan", "longest wait"):
         out.add_column(name, justify="right")
     for name in ("mean", "p50", "p95", "p99", "max"):
         out.add_column(f"TTFT {name}", justify="right")
@@ -157,6 +167,7 @@ def table(rows: Sequence[Row]) -> Table:
             row.policy,
             row.max_wait if row.policy == "reuse" else "",
             f"{row.reuse:.3f}",
+            f"{row.from_host:.3f}" if row.from_host else "",
             f"{row.of_limit:.3f}",
             f"{row.prefill_s:,.0f} s",
             f"{row.makespan_s:,.0f} s",
@@ -223,6 +234,15 @@ def simulate(  # noqa: PLR0917  # one parameter for each option of the command
         float, typer.Option(help="Seconds between an answer and the session's next call.")
     ] = 0.0,
     rate: Annotated[float, typer.Option(help="Speeds up the recorded times of open arrival.")] = 1.0,
+    cache_ram: Annotated[
+        int, typer.Option(help="MiB of the engine's prompt cache in host memory (--cache-ram); 0 = none.")
+    ] = 0,
+    token_bytes: Annotated[
+        int, typer.Option(help="Bytes of one token of context in it, as `warmslot plan` tells; 0 = no limit.")
+    ] = 0,
+    copy: Annotated[
+        float, typer.Option(help="Tokens/s that are saved to it or loaded from it; 0 = in no time.")
+    ] = 0.0,
     csv_path: Annotated[
         Path | None, typer.Option("--csv", help="Write the rows to this file as well.")
     ] = None,
@@ -233,7 +253,8 @@ def simulate(  # noqa: PLR0917  # one parameter for each option of the command
     (flight,) = _choices(in_flight, ("serialize", "pair", "slots", "auto"), "--in-flight")[:1]
     (begins,) = _choices(order, get_args(Order), "--order")[:1]
     names = _choices(policies, POLICIES, "--policies")
-    speed = Speed(gain=gain, halving=halving)
+    speed = Speed(gain=gain, halving=halving, copy=copy)
+    host = HostMemory(cache_ram * _MIB, token_bytes) if cache_ram else None
     try:
         loaded = [load(path, cast("Order", begins)) for path in traces]
     except TraceError as error:
@@ -250,6 +271,7 @@ def simulate(  # noqa: PLR0917  # one parameter for each option of the command
             think=think,
             rate=rate,
             speed=speed,
+            host=host,
         )
         for sessions in _numbers(live, "--live")
         for count in _numbers(slots, "--slots")

@@ -233,6 +233,19 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class HostMemory:
+    """The engine's prompt cache in host memory, as it was started: sizes in bytes.
+
+    ``token_bytes`` is what one token of an entry takes and ``state_bytes`` what each entry takes beside that;
+    0 where it is not known, then only what is observed limits what is counted on.
+    """
+
+    limit: float
+    token_bytes: float = 0.0
+    state_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class SlotObservation:
     """One element of the engine's ``/slots``; ``None`` where the field was absent."""
 

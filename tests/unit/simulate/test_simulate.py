@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from warmslot.launcher.replay import Speed
 from warmslot.launcher.simulate import Setup, run_all, simulate, simulate_one
 from warmslot.launcher.traces import TraceError, load
 from warmslot.router.records import Encoder, Opening, Record
+from warmslot.router.values import HostMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,6 +169,23 @@ def test_a_journal_replays_like_the_text_that_it_came_from(folder: Path, tmp_pat
             served = simulate_one(source, Setup(policy, 3, 5))  # type: ignore[arg-type]
             reuse.append(sum(s.cached_tokens for s in served) / sum(s.prompt_tokens for s in served))
         assert reuse[0] == pytest.approx(reuse[1], abs=0.03)
+
+
+def test_host_memory_gives_back_what_slots_lost_at_the_price_of_copying(folder: Path) -> None:
+    trace = load(folder)
+    for policy in ("engine", "fifo", "reuse"):
+        alone = Setup(policy, 2, 6, arrival="round-robin")  # type: ignore[arg-type]
+        free = replace(alone, host=HostMemory(limit=math.inf))
+        dear = replace(free, speed=Speed(copy=100))
+        none = replace(free, host=HostMemory(limit=10, token_bytes=1))
+        without, with_it, slow, too_small = run_all([trace], [alone, free, dear, none])
+        assert without.from_host == too_small.from_host == 0.0
+        assert too_small.reuse == without.reuse
+        assert with_it.of_limit > 0.9 > without.of_limit
+        assert with_it.from_host == pytest.approx(with_it.reuse - without.reuse, abs=0.1)
+        assert with_it.makespan_s < without.makespan_s
+        assert slow.reuse > without.reuse
+        assert slow.makespan_s > with_it.makespan_s
 
 
 @pytest.fixture
