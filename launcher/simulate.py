@@ -113,7 +113,7 @@ def _policy(trace: Trace, setup: Setup) -> Policy:
         max_queue=max(1, trace.calls),
     )
     core = RouterCore({POOL: settings})
-    core.backend_up(BACKEND, POOL, setup.slots, _ENDLESS_CONTEXT, 0.0, known_empty=True)
+    core.backend_up(BACKEND, POOL, setup.slots, _ENDLESS_CONTEXT, 0.0, known_empty=True, host=setup.host)
     return core
 
 

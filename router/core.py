@@ -13,20 +13,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from . import losses
+from .host_tier import NOTHING, HostTier
 from .pool_state import Active, Backend, Contents, Pool
 from .scheduler import CoreSettings, Waiting
-from .values import Decision, Lease, Loss, Report, SlotRef, SlotView, Status
+from .values import Decision, Lease, Loss, Report, Route, SlotRef, SlotView, Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from .host_tier import Exchange
     from .placement import Choice
     from .residency import Residency, SlotState
-    from .values import Outcome, Request, SlotObservation
+    from .values import HostMemory, Outcome, Request, SlotObservation
 
 __all__ = ["Contents", "Core", "CoreSettings", "QueueFullError", "RouterCore"]
 
 _RETRY_AFTER = 5.0
+_SLACK = 16
+"""Tokens by which what an engine reused may differ from what was expected of it without being a surprise."""
+_UNCACHED = frozenset({Route.INFILL, Route.EMBEDDINGS, Route.RERANK})
+"""Requests for which the engine leaves its cache in host memory alone."""
 
 
 class QueueFullError(Exception):
@@ -41,11 +47,20 @@ class Core(Protocol):
     """What the dispatcher and the simulator rely on."""
 
     def backend_up(
-        self, backend: str, pool: str, slots: int, context: int, now: float, *, known_empty: bool
+        self,
+        backend: str,
+        pool: str,
+        slots: int,
+        context: int,
+        now: float,
+        *,
+        known_empty: bool,
+        host: HostMemory | None = None,
     ) -> None:
         """A backend serves now with ``slots`` slots of ``context`` tokens each.
 
         ``known_empty``: freshly started by us; otherwise what it holds is unknown until observed.
+        ``host``: its prompt cache in host memory, where it has one and that is known.
         """
 
     def backend_down(self, backend: str, now: float) -> None:
@@ -111,12 +126,20 @@ class RouterCore:
     # Backends
 
     def backend_up(
-        self, backend: str, pool: str, slots: int, context: int, now: float, *, known_empty: bool
+        self,
+        backend: str,
+        pool: str,
+        slots: int,
+        context: int,
+        now: float,
+        *,
+        known_empty: bool,
+        host: HostMemory | None = None,
     ) -> None:
         """A backend serves now. Coming up again replaces what was known of it."""
         if backend in self._backends:
             self.backend_down(backend, now)
-        state = Backend(backend, pool, slots, context)
+        state = Backend(backend, pool, slots, context, host=HostTier(host) if host is not None else None)
         self._backends[backend] = state
         owner = self._pools[pool]
         owner.backends[backend] = state
@@ -211,11 +234,13 @@ class RouterCore:
         if outcome.engine_error:
             for other in backend.active.values():
                 other.wiped = True
+        if backend.host is not None and (outcome.engine_error or outcome.untouched):
+            backend.host.forget()
         told = outcome.cached_tokens is not None and outcome.processed_tokens is not None
         cached, processed = (outcome.cached_tokens or 0, outcome.processed_tokens or 0) if told else (0, 0)
         if told:
             backend.rates.saw_prefill(cached, cached + processed, outcome.prefill_seconds)
-            if active.rolls_back:
+            if active.rolls_back and active.exchange.loaded is None:
                 pool.learn_rollback(backend, active.held_tokens, cached)
             pool.learn_prompt(cached + processed)
         _learn_decode(active, outcome, now)
@@ -225,6 +250,7 @@ class RouterCore:
         )
         tokens = cached + processed + outcome.output_tokens if told else None
         pool.sessions.release(waiting.session, now, tokens)
+        host_tokens = _from_host(active, outcome, cached) if told else 0
         shadow: dict[str, int] = {}
         if self._backends.get(backend.name) is backend:
             self._settle(pool, active, outcome, now)
@@ -249,6 +275,7 @@ class RouterCore:
                 gone_reason=active.gone_reason,
                 session=waiting.reach,
             ),
+            host_tokens=host_tokens,
             truth_missing=not told,
             session=waiting.session.removeprefix("="),
             shadow=shadow,
@@ -265,6 +292,9 @@ class RouterCore:
             slot = residency.slots.get(SlotRef(backend, seen.slot))
             if slot is None or slot.request is not None:
                 continue
+            vanished = slot.known and slot.held is not None and seen.resident_tokens == 0
+            if state.host is not None and (seen.processing or vanished):  # foreign traffic, or a sleep
+                state.host.forget()
             _compare(residency, slot, seen)
 
     def doubt(self, backend: str, slots: Iterable[int]) -> None:
@@ -318,11 +348,12 @@ class RouterCore:
         # Copies of a prompt go to the lowest idle slots, as the engine will choose them.
         others = [other for other in pool.idle_slots(backend) if other != ref][: request.slots - 1]
         shared = waiting.matches.get(ref, 0)
+        exchange = _exchange(backend, request, residency.slots[ref], waiting.prompt_tokens)
         lease = Lease(
             request=request,
             slot=ref,
             decision=choice.decision if request.pinned else Decision.UNPINNED,
-            predicted_tokens=choice.match_tokens,
+            predicted_tokens=max(choice.match_tokens, _reused(exchange, waiting)),
             prompt_tokens=waiting.prompt_tokens,
             granted=now,
             extra_slots=tuple(others),
@@ -345,6 +376,7 @@ class RouterCore:
             gone_reason=gone_reason,
             rolls_back=pool.rolls_back(ref, shared),
             prefill_seconds=choice.prefill_seconds,
+            exchange=exchange,
         )
         if slot.unverified:  # where it turns out not to be there, the restart took it
             active.held_tokens = active.best_tokens = 0
@@ -430,6 +462,40 @@ def _interrupted(pool: Pool, active: Active, slot: SlotState, outcome: Outcome) 
         pool.residency.hold(slot.ref, held.cut_tokens(outcome.resident_tokens), known=True)
     elif active.decoding_since is None:
         pool.residency.hold(slot.ref, held, known=True, at_most=True, unverified=unverified)
+
+
+def _exchange(backend: Backend, request: Request, slot: SlotState, prompt_tokens: int) -> Exchange:
+    """What the engine's cache in host memory does for a request on a slot, as far as the slot is known.
+
+    Where the engine chooses the slots itself, what the cache holds is not known any more.
+    """
+    if backend.host is None or request.route in _UNCACHED:
+        return NOTHING
+    if not request.pinned or request.slots > 1 or not slot.known or slot.at_most:
+        backend.host.forget()
+        return NOTHING
+    return backend.host.exchange(slot.held, request.prompt, prompt_tokens)
+
+
+def _reused(exchange: Exchange, waiting: Waiting) -> int:
+    """Prompt tokens that a load gives; the last is computed all the same."""
+    if exchange.loaded is None or not waiting.request.keeps_prefix:
+        return 0
+    return min(exchange.kept, max(0, waiting.prompt_tokens - 1))
+
+
+def _from_host(active: Active, outcome: Outcome, cached: int) -> int:
+    """Of the cached tokens those that a load added; what was to be loaded and was not there is forgotten."""
+    host, exchange = active.backend.host, active.exchange
+    if host is None or outcome.status is Status.ERROR:
+        return 0
+    if exchange.loaded is None or not active.lease.request.keeps_prefix:
+        return 0
+    promised = _reused(exchange, active.waiting)
+    if cached <= active.held_tokens + _SLACK and promised > active.held_tokens + 2 * _SLACK:
+        host.missed(exchange)
+        return 0
+    return max(0, cached - active.held_tokens)
 
 
 def _fifo(waiting: Waiting) -> float:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from . import placement, scheduler
 from .history import History
+from .host_tier import NOTHING, Exchange
 from .placement import Ask, Choice, Demand, Offer, SlotFacts
 from .rates import Rates
 from .residency import Residency
@@ -23,6 +24,7 @@ from .values import BLOCK, Loss, SlotRef
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from .host_tier import HostTier
     from .residency import Context
     from .values import Lease, Outcome, Request
 
@@ -53,6 +55,8 @@ class Backend:
     pool: str
     slots: int
     context: int
+    host: HostTier | None = None
+    """What its prompt cache in host memory holds, where it has one."""
     admit: bool = True
     rates: Rates = field(default_factory=Rates)
     active: dict[str, Active] = field(default_factory=dict)
@@ -108,6 +112,8 @@ class Active:
     gone_reason: Loss
     rolls_back: bool
     prefill_seconds: float
+    exchange: Exchange = NOTHING
+    """What the engine's prompt cache in host memory is to save and load for it."""
     decoding_since: float | None = None
     crowd: float = 0.0
     stalled: float = 0.0

@@ -226,6 +226,8 @@ class Report:
     output_tokens: int
     queue_seconds: float
     losses: dict[Loss, int] = field(default_factory=dict)
+    host_tokens: int = 0
+    """Of the cached tokens, those that the engine's cache in host memory added to what the slot held."""
     truth_missing: bool = False
     session: str = ""
     shadow: dict[str, int] = field(default_factory=dict)
