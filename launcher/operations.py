@@ -10,7 +10,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from warmslot.router.app import core_settings
 from warmslot.router.config import Backend
 from warmslot.router.config_file import ConfigError, load
 
@@ -165,8 +166,24 @@ class Operations:
                     applied.append(backend.name)
                 except ControlError as error:
                     failed[backend.name] = str(error)
+            rescheduled = self._reschedule(config)
             left = _left_for_a_start(self._config, config)
-            return {"applied": applied, "failed": failed, "needs_start": left}
+            return {"applied": applied, "rescheduled": rescheduled, "failed": failed, "needs_start": left}
+
+    def _reschedule(self, config: Config) -> list[str]:
+        """Put changed policies in force, without a restart; the names of their pools."""
+        new = {pool.name: pool.scheduling for pool in config.pools}
+        changed = [
+            pool.name for pool in self._config.pools if pool.name in new and pool.scheduling != new[pool.name]
+        ]
+        for name in changed:
+            self._dispatcher.reschedule(name, core_settings(new[name]))
+        pools = tuple(
+            pool.model_copy(update={"scheduling": new.get(pool.name, pool.scheduling)})
+            for pool in self._config.pools
+        )
+        self._config = self._config.model_copy(update={"pools": pools})
+        return changed
 
     def _differs(self, backend: Backend, engine: Engine) -> bool:
         running = self._supervisor.launch(backend.name)
@@ -232,28 +249,45 @@ def _memory(pid: int | None) -> int | None:
 
 
 def _left_for_a_start(old: Config, new: Config) -> list[str]:
-    """Settings that differ and are read only at a start."""
+    """Settings that differ and are read only at a start, each by its name in the file."""
     left = [
         name
-        for name in type(old).model_fields
-        if name not in {"pools", "engine"} and getattr(old, name) != getattr(new, name)
+        for section in type(old).model_fields
+        if section not in {"pools", "engine"}
+        for name in _differing(section, getattr(old, section), getattr(new, section))
     ]
+    before, after = ({pool.name: pool for pool in config.pools} for config in (old, new))
+    left += [f"pools: {name} is new" for name in after if name not in before]
+    left += [f"pools: {name} is gone" for name in before if name not in after]
+    for name in (name for name in before if name in after):
+        pool, other = before[name], after[name]
+        for setting in type(pool).model_fields:
+            if setting != "backends":
+                left += _differing(f"pools.{name}.{setting}", getattr(pool, setting), getattr(other, setting))
+        were, are = ({backend.name: backend.url for backend in one.backends} for one in (pool, other))
+        left += [f"pools.{name}.backends: {one} is new" for one in are if one not in were]
+        left += [f"pools.{name}.backends: {one} is gone" for one in were if one not in are]
+        left += [f"pools.{name}.backends.{one}.url" for one in are if one in were and were[one] != are[one]]
+    return left
 
-    def shape(config: Config) -> list[Any]:
+
+def _differing(name: str, old: object, new: object) -> list[str]:
+    """The names of the settings that differ, of a section or of one setting."""
+    if old == new:
+        return []
+    if isinstance(old, BaseModel) and isinstance(new, BaseModel):
         return [
-            (
-                pool.model_dump(exclude={"backends"}),
-                [(backend.name, backend.url) for backend in pool.backends],
-            )
-            for pool in config.pools
+            found
+            for field in type(old).model_fields
+            for found in _differing(f"{name}.{field}", getattr(old, field), getattr(new, field))
         ]
-
-    return [*left, *(["pools"] if shape(old) != shape(new) else [])]
+    return [name]
 
 
 def reload_lines(came: Mapping[str, Any]) -> list[str]:
     """What a reload did, in sentences."""
     lines = [f"{name}: runs with its new settings" for name in came["applied"]]
+    lines += [f"pool {name}: schedules by its new settings" for name in came["rescheduled"]]
     lines += [f"{name}: {reason}" for name, reason in came["failed"].items()]
     if came["needs_start"]:
         lines.append(f"changed, but read only at a start: {', '.join(came['needs_start'])}")

@@ -69,6 +69,9 @@ class Core(Protocol):
     def backend_admit(self, backend: str, admit: bool) -> None:
         """Stop (drain) or resume giving leases on a backend that stays up."""
 
+    def reschedule(self, pool: str, settings: CoreSettings) -> None:
+        """Order what waits, and all that comes, by another policy. Raises KeyError for an unknown pool."""
+
     def contents(self, backend: str) -> list[Contents]:
         """What the idle slots of a backend are known to hold; nothing for one that is not up."""
 
@@ -168,6 +171,10 @@ class RouterCore:
         """Stop or resume giving leases on a backend; raises KeyError for one that is not up."""
         self._backends[backend].admit = admit
 
+    def reschedule(self, pool: str, settings: CoreSettings) -> None:
+        """Put another policy in force; leases that are out stay."""
+        self._pools[pool].settings = settings
+
     def contents(self, backend: str) -> list[Contents]:
         """What can be saved of a backend, to be believed again after its restart."""
         state = self._backends.get(backend)
@@ -242,6 +249,8 @@ class RouterCore:
             backend.rates.saw_prefill(cached, cached + processed, outcome.prefill_seconds)
             if active.rolls_back and active.exchange.loaded is None:
                 pool.learn_rollback(backend, active.held_tokens, cached)
+            if not active.wiped:
+                pool.learn_carried(backend, active.carried_tokens, cached)
             pool.learn_prompt(cached + processed)
         _learn_decode(active, outcome, now)
         waiting = active.waiting
@@ -379,6 +388,7 @@ class RouterCore:
             exchange=exchange,
         )
         if slot.unverified:  # where it turns out not to be there, the restart took it
+            active.carried_tokens = held
             active.held_tokens = active.best_tokens = 0
             active.gone_tokens, active.gone_reason = max(held, gone_tokens), Loss.RESTARTED
         for taken in (ref, *others):

@@ -29,7 +29,7 @@ from .values import Outcome, Status
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
-    from .core import Contents, Core
+    from .core import Contents, Core, CoreSettings
     from .observer import Observer
     from .values import Lease, Report, Request, SlotObservation, SlotView
 
@@ -269,6 +269,11 @@ class Dispatcher:
         if not fresh:
             backend.life.want()
         self._refresh_pool(backend.pool)
+        self._pump()
+
+    def reschedule(self, pool: str, settings: CoreSettings) -> None:
+        """Another policy for a pool, from now on, for what waits as well. Raises KeyError."""
+        self._core.reschedule(pool, settings)
         self._pump()
 
     def contents(self, name: str) -> list[Contents]:

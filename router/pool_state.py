@@ -32,6 +32,7 @@ _Changed: TypeAlias = "tuple[SlotRef, Sequence[int], int]"
 """A slot that changed, the chain of what it holds now, and how long that is in blocks."""
 
 _ROLLBACK_MEMORY = 0.7
+_CARRIED_MEMORY = 0.3
 _CUT_BYTES = 64
 """Less than this at the end of a slot is not counted as cutting it back."""
 _ALL_PRICED = 12
@@ -118,6 +119,8 @@ class Active:
     crowd: float = 0.0
     stalled: float = 0.0
     """The backend's ``crowd`` and ``stalled`` when the decoding began."""
+    carried_tokens: int = 0
+    """``held_tokens`` of a slot that was put back from a file and not used since."""
     wiped: bool = False
     """The engine lost what its slots held while this ran."""
 
@@ -139,6 +142,9 @@ class Pool:
         self.mean_output = self._output_spread = _OUTPUT_PRIOR
         self._prompt_tokens = 0.0
         self._served: dict[str, float] = {}
+        self._carried: dict[str, float] = {}
+        """Share of a slot that was put back which a backend really used, the last ones weighing most. It
+        outlives the backend's restarts, because only after one is there anything to learn."""
 
     # The queue
 
@@ -277,6 +283,8 @@ class Pool:
         tokens = self.residency.reusable_tokens(prompt, ref, shared, waiting.prompt_tokens)
         if self.rolls_back(ref, shared):
             tokens = int(tokens * self.backends[ref.backend].rollback)
+        if self.residency.slots[ref].unverified:
+            tokens = int(tokens * self._carried.get(ref.backend, 1.0))
         return tokens
 
     def rolls_back(self, ref: SlotRef, shared: int) -> bool:
@@ -289,6 +297,17 @@ class Pool:
         if held_tokens > 0:
             ratio = min(1.0, cached / held_tokens)
             backend.rollback = _ROLLBACK_MEMORY * backend.rollback + (1 - _ROLLBACK_MEMORY) * ratio
+
+    def learn_carried(self, backend: Backend, held_tokens: int, cached: int) -> None:
+        """Of ``held_tokens`` on a slot that was put back, ``cached`` were reused.
+
+        Sliding-window and recurrent models need checkpoints to go back even a token, which not every engine
+        saves: then such a slot is worth little, and the next one should not be counted on.
+        """
+        if held_tokens > 0:
+            ratio = min(1.0, cached / held_tokens)
+            before = self._carried.get(backend.name, 1.0)
+            self._carried[backend.name] = _CARRIED_MEMORY * before + (1 - _CARRIED_MEMORY) * ratio
 
     # Who goes next
 

@@ -122,11 +122,19 @@ async def test_a_changed_file_is_applied(
     code, _, err = await warmslot("reload")
     assert code == 1
     assert "slots: found" in err
-    file.write_text(quick.replace("slots: 2", "slots: 1") + "ui: false\n")
+    changed = quick.replace("slots: 2", "slots: 1")
+    changed = changed.replace(
+        "  - name: demo\n", "  - name: demo\n    scheduling: {queue: fifo}\n    sort_tools: true\n"
+    )
+    file.write_text(changed + "ui: false\nlimits: {max_body: 1MiB}\n")
     if by == "command":
         code, out, _ = await warmslot("reload")
         assert code == 0
-        assert out == "one: runs with its new settings\nchanged, but read only at a start: ui\n"
+        assert out == (
+            "one: runs with its new settings\n"
+            "pool demo: schedules by its new settings\n"
+            "changed, but read only at a start: limits.max_body, ui, pools.demo.sort_tools\n"
+        )
     else:
         running.process.send_signal(signal.SIGHUP)
         await running.until("one: runs with its new settings")

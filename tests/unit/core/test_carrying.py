@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from warmslot.router.core import Contents, CoreSettings, RouterCore
+import pytest
+from warmslot.router.core import Contents, CoreSettings, QueueFullError, RouterCore
 from warmslot.router.values import Loss, Outcome, Prompt, Report, Request, SlotRef, Status
 
 FIRST = b"The first conversation, about one thing. " * 40
@@ -107,3 +108,33 @@ def test_requests_that_wait_survive_a_change_to_fewer_slots() -> None:
             )
             served += 1
     assert served == 13
+
+
+def test_an_engine_that_cannot_use_what_was_put_back_is_not_believed_twice() -> None:
+    """As with sliding windows where checkpoints are not saved: the next restored slot is counted on less."""
+    core, kept = restarted(2)
+    for number, contents in enumerate(kept):
+        core.believe("a", Contents(number, contents.context, contents.session), 3.0)
+    _, predicted = ask(core, "first", FIRST + b"and more", 4.0)
+    assert predicted == len(FIRST) // 4
+    assert Loss.RESTARTED in finish(core, "first", FIRST + b"and more", 0, 5.0).losses
+    slot, predicted = ask(core, "second", SECOND + b"and more", 6.0)
+    assert slot == SlotRef("a", 1)
+    assert 0 < predicted < len(SECOND) // 4 // 3 + 1
+    finish(core, "second", SECOND + b"and more", len(SECOND) // 4, 7.0)
+    # What has been reused since is believed in full, and one that works restores the trust.
+    _, predicted = ask(core, "third", SECOND + b"and more and more", 8.0)
+    assert predicted >= len(SECOND) // 4
+
+
+def test_another_policy_holds_at_once_and_leaves_leases_alone() -> None:
+    core, _ = restarted(2)
+    ask(core, "runs", FIRST, 4.0)
+    for number in range(2):
+        core.submit(Request(id=f"w{number}", prompt=Prompt.of(SECOND), pool="p", arrived=5.0), 5.0)
+    assert core.grant(5.0) == []  # one at a time
+    core.reschedule("p", CoreSettings(in_flight="slots", max_queue=1))
+    assert [lease.request.id for lease in core.grant(6.0)][:1] == ["w1"]
+    with pytest.raises(QueueFullError):
+        core.submit(Request(id="more", prompt=Prompt.of(SECOND), pool="p", arrived=7.0), 7.0)
+    finish(core, "runs", FIRST, 0, 8.0)
