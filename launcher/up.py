@@ -255,6 +255,15 @@ class _Session:
                 self._router.dispatcher,
                 lambda name: self._supervisor.backend(name).progress_timeout,
             ),
+            *(
+                asyncio.create_task(
+                    self._warmth.keep_saved(backend.name, backend.slot_save_every),
+                    name=f"save {backend.name}",
+                )
+                for pool in self._config.pools
+                for backend in pool.backends
+                if backend.url is None and backend.slot_save_path is not None and backend.slot_save_every
+            ),
             asyncio.create_task(MemoryWatch().run(), name="memory"),
             asyncio.create_task(self._warm_up.run(self._address(), self._key()), name="warm-up"),
         ]

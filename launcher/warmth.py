@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
+from warmslot.router.backends import NoBackendError
 
 from .model import ModelError
 from .saved_slots import DamagedError, Folder, assign, fingerprint
@@ -55,6 +56,8 @@ class Warmth:
         self._launch_of = launch_of
         self._on_cold = on_cold
         self._folders: dict[str, Folder] = {}
+        self._saved: dict[str, set[tuple[int, int]]] = {}
+        """What of each backend's slots is in a file already (:func:`_identity`)."""
         self.log_event: Callable[[str, LogEvent], None] = dispatcher.log_event
 
     async def backend_ready(self, name: str, url: str, slots: int, context: int, *, fresh: bool) -> None:
@@ -76,13 +79,50 @@ class Warmth:
 
     # -- saving --------------------------------------------------------------------------------------------
 
-    async def save(self, name: str) -> int:
-        """Save what the idle slots of a backend hold, worth most first; how many were saved.
+    async def keep_saved(self, name: str, seconds: float) -> None:
+        """Save what is new in a backend's slots every so often, for ever, so that a crash has an offer."""
+        while True:
+            await asyncio.sleep(seconds)
+            await self.save_in_idle(name)
+
+    async def save_in_idle(self, name: str) -> int:
+        """Save what is new, slot by slot, worth most first, as long as nobody wants the backend.
+
+        A request that comes waits for the one slot that is being saved. Returns how many were saved.
+        """
+        saved = 0
+        already = self._saved.setdefault(name, set())
+        new = [one for one in self._dispatcher.contents(name) if _identity(one) not in already]
+        for one in sorted(new, key=lambda one: one.tokens * one.chance, reverse=True):
+            if self._is_wanted(name):
+                break
+            try:
+                async with self._dispatcher.alone(name):
+                    saved += await self.save(name, only=one.slot)
+            except NoBackendError:
+                break
+        already.intersection_update(map(_identity, self._dispatcher.contents(name)))
+        return saved
+
+    def _is_wanted(self, name: str) -> bool:
+        backend = self._dispatcher.backend(name)
+        return (
+            backend is None
+            or self._dispatcher.queued(backend.pool) > 0
+            or any(held.lease.slot.backend == name for held in self._dispatcher.held().values())
+        )
+
+    async def save(self, name: str, *, only: int | None = None) -> int:
+        """Save what the idle slots of a backend (or one of them) hold, worth most first; how many were saved.
 
         Nothing may run on them meanwhile. Never raises; a file that fails is removed.
         """
         folder, backend = self._folder(name), self._dispatcher.backend(name)
-        held = [one for one in self._dispatcher.contents(name) if one.tokens >= _LEAST]
+        held = [
+            one
+            for one in self._dispatcher.contents(name)
+            if one.tokens >= _LEAST and only in {None, one.slot}
+        ]
         if folder is None or backend is None or backend.client is None or not held:
             return 0
         url, saved = backend.client.base_url, 0
@@ -93,7 +133,9 @@ class Warmth:
                 httpx.AsyncClient(base_url=url, timeout=SAVE_TIMEOUT, trust_env=False) as client,
             ):
                 for one in sorted(held, key=lambda one: one.tokens * one.chance, reverse=True):
-                    saved += await self._save_one(client, folder, one, mark, backend.slots)
+                    if await self._save_one(client, folder, one, mark, backend.slots):
+                        saved += 1
+                        self._saved.setdefault(name, set()).add(_identity(one))
             await asyncio.to_thread(folder.trim)
         except TimeoutError:
             log.warning("%s: saving slots took longer than %g s; the rest is lost", name, SAVE_TIMEOUT)
@@ -189,6 +231,12 @@ class Warmth:
         if folder is None or folder.path != path:
             folder = self._folders[name] = Folder(path, name, backend.slot_save_size)
         return folder
+
+
+def _identity(contents: Contents) -> tuple[int, int]:
+    """The same for the same text in any slot, as far as whole blocks tell."""
+    chain = contents.context.chain
+    return contents.context.length, chain[-1] if chain else 0
 
 
 def _reason(said: object) -> str:

