@@ -391,6 +391,8 @@ class RouterCore:
             active.carried_tokens = held
             active.held_tokens = active.best_tokens = 0
             active.gone_tokens, active.gone_reason = max(held, gone_tokens), Loss.RESTARTED
+        elif (carried := pool.carried_tokens(waiting, lease.prompt_tokens)) > max(held, gone_tokens):
+            active.gone_tokens, active.gone_reason = carried, Loss.RESTARTED
         for taken in (ref, *others):
             state = residency.slots[taken]
             state.request, state.last_used = request.id, now

@@ -298,6 +298,18 @@ class Pool:
             ratio = min(1.0, cached / held_tokens)
             backend.rollback = _ROLLBACK_MEMORY * backend.rollback + (1 - _ROLLBACK_MEMORY) * ratio
 
+    def carried_tokens(self, waiting: Waiting, prompt_tokens: int) -> int:
+        """The most tokens of a prompt that a slot which was put back holds, counted on or not."""
+        slots, prompt = self.residency.slots, waiting.request.prompt
+        return max(
+            (
+                self.residency.reusable_tokens(prompt, ref, shared, prompt_tokens)
+                for ref, shared in waiting.matches.items()
+                if ref in slots and slots[ref].unverified
+            ),
+            default=0,
+        )
+
     def learn_carried(self, backend: Backend, held_tokens: int, cached: int) -> None:
         """Of ``held_tokens`` on a slot that was put back, ``cached`` were reused.
 

@@ -171,13 +171,14 @@ async def test_models_that_need_checkpoints_are_warm_or_not_counted_on(
         for number in range(3):
             # The answer is not in the next turn: the engine has to go back by it.
             await running.complete(conversation(number, 3))
-        first, second, third = running.reports()[-3:]
-        saves_checkpoints = any("context checkpoint(s)" in line for line in running.recorder.lines)
-        for report in (first, second, third):
-            missing = report.predicted_tokens - report.cached_tokens
-            assert report.losses.get(Loss.RESTARTED, 0) >= missing
-            if saves_checkpoints:
-                assert report.predicted_tokens > 100
-                assert missing <= 16
-        if not saves_checkpoints:
-            assert third.predicted_tokens - third.cached_tokens <= 0.1 * first.predicted_tokens
+        first, *_, last = reports = running.reports()[-3:]
+        missing = [report.predicted_tokens - report.cached_tokens for report in reports]
+        for report, tokens in zip(reports, missing, strict=True):
+            assert tokens <= 16 or report.losses.get(Loss.RESTARTED, 0) >= tokens
+        saved = any("context checkpoint(s)" in line for line in running.recorder.lines)
+        if saved and kind != "gemma":  # windows have checkpoints at some places only
+            assert max(missing) <= 16
+            assert min(report.cached_tokens for report in reports) > 90
+        if missing[0] > 16 < missing[1]:
+            assert missing[2] <= 0.15 * first.predicted_tokens
+            assert last.losses[Loss.RESTARTED] > 90
