@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
+from warmslot.router.values import HostMemory
+
+from .memory import PlanError, read_model
+from .model import ModelError, find_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +31,10 @@ _SHARE = 0.5
 
 _LEAST_CACHE = 256
 """MiB below which a prompt cache is not worth its copying."""
+
+_CELL = 12
+"""Bytes that a saved context takes for each token beside keys and values."""
+_CACHE_TYPES = frozenset({"-ctk", "--cache-type-k", "-ctv", "--cache-type-v"})
 
 _LOW = 0.05
 """Of all memory: less available than this is worth a warning."""
@@ -60,6 +68,23 @@ def fit_cache_ram(backend: Backend, model: Path) -> Backend:
         f"it gets {fits} MiB" if fits else "it is switched off",
     )
     return backend.model_copy(update={"cache_ram": fits})
+
+
+def cache_of(backend: Backend) -> HostMemory | None:
+    """The prompt cache that a backend is started with, ``None`` where it has none.
+
+    How much a token takes is known for the engine's own cache types, of models that keep all of a context.
+    """
+    if not backend.cache_ram:
+        return None
+    limit = backend.cache_ram * MIB
+    try:
+        model = read_model(find_model(backend.model or ""))
+    except (ModelError, PlanError):
+        return HostMemory(limit)
+    if model.window or model.recurrent or _CACHE_TYPES.intersection(backend.args):
+        return HostMemory(limit)
+    return HostMemory(limit, token_bytes=model.token_bytes() + _CELL)
 
 
 @dataclass(frozen=True, slots=True)

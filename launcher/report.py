@@ -134,6 +134,7 @@ def _totals(summary: Summary) -> Table:
         ("placed by", ", ".join(f"{name} {count:,}" for name, count in sorted(summary.decisions.items()))),
         ("prompt tokens", f"{total.prompt:,}"),
         ("of these reused", f"{total.cached:,} ({share(total.cached, total.prompt)})"),
+        *([("from host memory", f"{total.host:,}")] if total.host else []),
         ("of these computed", f"{total.processed:,}"),
         (
             "predicted reuse",

@@ -43,6 +43,7 @@ class Tokens:
     """Prompt tokens of requests whose engine told what it reused; of the others nothing is known."""
     cached: int = 0
     predicted: int = 0
+    host: int = 0
     output: int = 0
     losses: dict[str, int] = field(default_factory=dict)
 
@@ -65,6 +66,7 @@ class Tokens:
         self.prompt += record.prompt_tokens
         self.cached += record.cached_tokens
         self.predicted += record.predicted_tokens
+        self.host += record.host_tokens
         for reason, tokens in record.losses.items():
             self.losses[reason] = self.losses.get(reason, 0) + tokens
 
@@ -465,6 +467,7 @@ def _tokens_json(tokens: Tokens) -> dict[str, Any]:
         "cached_tokens": tokens.cached,
         "processed_tokens": tokens.processed,
         "predicted_tokens": tokens.predicted,
+        "host_tokens": tokens.host,
         "output_tokens": tokens.output,
         "reuse": tokens.reuse,
         "losses": tokens.losses,

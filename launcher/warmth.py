@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import httpx
 from warmslot.router.backends import NoBackendError
 
+from .host_memory import cache_of
 from .model import ModelError
 from .saved_slots import DamagedError, Folder, assign, fingerprint
 
@@ -63,7 +64,10 @@ class Warmth:
     async def backend_ready(self, name: str, url: str, slots: int, context: int, *, fresh: bool) -> None:
         """A backend serves: what was saved of it is put back first, where it was started anew."""
         restored = await self._restore(name, url, slots, context) if fresh else []
-        await self._dispatcher.backend_ready(name, url, slots, context, fresh=fresh, restored=restored)
+        host = await asyncio.to_thread(cache_of, self._launch_of(name).backend)
+        await self._dispatcher.backend_ready(
+            name, url, slots, context, fresh=fresh, restored=restored, host=host
+        )
         backend = self._dispatcher.backend(name)
         if fresh and self._on_cold is not None and backend is not None:
             self._on_cold(backend.pool)

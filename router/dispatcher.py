@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from .core import Contents, Core, CoreSettings
     from .observer import Observer
-    from .values import Lease, Report, Request, SlotObservation, SlotView
+    from .values import HostMemory, Lease, Report, Request, SlotObservation, SlotView
 
 log = logging.getLogger("warmslot.router")
 
@@ -242,8 +242,11 @@ class Dispatcher:
         *,
         fresh: bool,
         restored: Sequence[Contents] = (),
+        host: HostMemory | None = None,
     ) -> None:
         """A backend serves at ``url``. ``fresh``: all of its slots are empty, but for those ``restored``.
+
+        ``host``: its prompt cache in host memory, where it has one.
 
         A second report of the same service changes nothing.
         """
@@ -261,7 +264,7 @@ class Dispatcher:
         backend.client = client
         backend.slots, backend.context = slots, context
         backend.life = SlotWatch(client, self, self._timing, self._clock, slots)
-        self._core.backend_up(name, backend.pool, slots, context, self._clock(), known_empty=fresh)
+        self._core.backend_up(name, backend.pool, slots, context, self._clock(), known_empty=fresh, host=host)
         for contents in restored:
             self._core.believe(name, contents, self._clock())
         for observer in self._observers:

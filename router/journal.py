@@ -265,6 +265,7 @@ class Journal:
             priority=str(request.priority),
             prompt_tokens=report.cached_tokens + report.processed_tokens if told else lease.prompt_tokens,
             cached_tokens=report.cached_tokens if told else None,
+            host_tokens=report.host_tokens,
             predicted_tokens=report.predicted_tokens,
             output_tokens=report.output_tokens,
             max_output_tokens=request.max_output_tokens,

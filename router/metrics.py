@@ -155,6 +155,11 @@ class Metrics:
         self.predicted = counter(
             "predicted_reuse_tokens_total", "Tokens that were expected to be reused when routed.", "backend"
         )
+        self.reused = counter(
+            "reused_tokens_total",
+            "Reused prompt tokens, by where they were: in the slot, or in the engine's cache in host memory.",
+            *("backend", "source"),
+        )
         self.recomputed = counter(
             "recomputed_tokens_total", "Processed prompt tokens, by why.", "backend", "reason"
         )
@@ -288,6 +293,7 @@ class Metrics:
                 self.prompt_tokens.labels(pool, name, route, reuse)
         for counter, values in (
             (self.recomputed, tuple(Loss)),
+            (self.reused, ("slot", "host_ram")),
             (self.decisions, tuple(Decision)),
             (self.selections, SELECTIONS),
             (self.position_tokens, BLOCK_NAMES),
@@ -363,6 +369,8 @@ class Metrics:
             self.client_tokens.labels(client, reuse).inc(tokens)
             self.slot_tokens.labels(backend, str(report.slot.slot), reuse).inc(tokens)
         self.predicted.labels(backend).inc(report.predicted_tokens)
+        self.reused.labels(backend, "slot").inc(report.cached_tokens - report.host_tokens)
+        self.reused.labels(backend, "host_ram").inc(report.host_tokens)
         self.length.labels(backend).observe(report.cached_tokens + report.processed_tokens)
         for reason, tokens in report.losses.items():
             self.recomputed.labels(backend, reason).inc(tokens)

@@ -63,6 +63,8 @@ class Record:
     """As the engine counted them, or the router's estimate where the engine told nothing."""
     cached_tokens: int | None = None
     """Observed reuse; ``None`` where the engine told nothing."""
+    host_tokens: int = 0
+    """Of the reuse, what the engine's prompt cache in host memory added to what the slot held."""
     predicted_tokens: int = 0
     output_tokens: int = 0
     max_output_tokens: int | None = None
@@ -340,6 +342,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "sorted_tools": False,
     "guessed": False,
     "losses": {},
+    "host_tokens": 0,
     "first_token": None,
 }
 """Fields that are left out of a line while they have these values."""

@@ -93,6 +93,8 @@ def test_a_finished_request_is_counted_once_in_every_sum() -> None:
         ("prompt_tokens_total", {"reuse": "processed"}, 28),
         ("slot_prompt_tokens_total", {"slot": "1", "reuse": "cached"}, 72),
         ("predicted_reuse_tokens_total", {}, 70),
+        ("reused_tokens_total", {"source": "slot"}, 72),
+        ("reused_tokens_total", {"source": "host_ram"}, 0),
         ("recomputed_tokens_total", {"reason": "evicted"}, 8),
         ("recomputed_tokens_total", {}, 28),
         ("output_tokens_total", {"route": "chat"}, 10),
