@@ -7,14 +7,12 @@ was recorded under is forecast too, and compared with what was observed.
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from warmslot.router.advice import LEAST_REQUESTS
-from warmslot.router.journal import Reading, read
-from warmslot.router.records import BackendChange, Record
 
+from .advise_stretch import Stretch, stretch
 from .forecast import Forecast, Setup, forecast
 from .load import Load, load_of
 from .speeds import Speeds, speeds_of
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from warmslot.router.journal import Reading
     from warmslot.router.scheduler import InFlight
 
 LEAST_RETURNS: Final = 10
@@ -37,9 +36,6 @@ _FORECASTS: Final = 20
 _EQUAL: Final = 0.02
 """Results that differ by less are taken for equal; then the smaller setup wins."""
 
-_EARLIER: Final = 256
-"""Requests before a stretch that tell what was warm when it began."""
-
 _GRAIN: Final = 256
 """Contexts are rounded up to this many tokens."""
 
@@ -52,21 +48,6 @@ Confidence = Literal["high", "medium", "low"]
 
 class AdviceError(Exception):
     """There is nothing to advise on; the message says what is missing and how much is needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """The part of a journal that is forecast, and what is known of its backend."""
-
-    records: list[Record]
-    earlier: list[Record]
-    """Requests just before them."""
-    whole: int
-    """Requests in the journal."""
-    slots: int
-    context: int
-    """Of the backend as the journal tells; 0 where it does not."""
-    backend: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,83 +86,33 @@ class Advice:
     """What would change the recommendation."""
     unfit: list[int] = field(default_factory=list)
     """Slot counts that the budget of KV tokens rules out."""
-
-
-def stretch(path: Path, limit: int, progress: Callable[[str, int, int], None]) -> tuple[Stretch, Reading]:
-    """The busiest ``limit`` requests in a row of a journal. Raises JournalError and AdviceError.
-
-    It is read twice, so that only those are ever in memory.
-    """
-    times: list[tuple[float, int]] = []
-    shape: dict[str, tuple[int, int]] = {}
-    reading = Reading()
-    for number, entry in enumerate(read(path, reading)):
-        if number % 1000 == 0:
-            progress("reading", number, 0)
-        if isinstance(entry, BackendChange) and entry.up:
-            shape[entry.backend] = entry.slots, entry.context
-        elif isinstance(entry, Record) and _usable(entry):
-            times.append((entry.time, entry.prompt_tokens + entry.output_tokens))
-    records, earlier = _records(
-        path, *_busiest(times, limit), lambda done: progress("reading again", done, reading.lines)
-    )
-    names = Counter(one.backend for one in records)
-    backend = names.most_common(1)[0][0] if names else ""
-    slots, context = shape.get(backend, (0, 0))
-    mine, before = ([one for one in part if one.backend == backend] for part in (records, earlier))
-    return Stretch(mine, before, len(times), slots, context, backend), reading
-
-
-def _records(
-    path: Path, first: int, last: int, progress: Callable[[int], None]
-) -> tuple[list[Record], list[Record]]:
-    """The usable requests from number ``first`` up to ``last``, and some before."""
-    records: list[Record] = []
-    earlier: deque[Record] = deque(maxlen=_EARLIER)
-    place = 0
-    for number, entry in enumerate(read(path) if last > first else ()):
-        if number % 1000 == 0:
-            progress(number)
-        if isinstance(entry, Record) and _usable(entry):
-            (records if place >= first else earlier).append(replace(entry, candidates=(), text=None))
-            place += 1
-            if place == last:
-                break
-    return records, list(earlier)
-
-
-def _usable(record: Record) -> bool:
-    return record.cached_tokens is not None and record.status == "ok" and record.slots == 1
-
-
-def _busiest(times: Sequence[tuple[float, int]], limit: int) -> tuple[int, int]:
-    """The ``limit`` requests in a row with the most tokens in the least time."""
-    if len(times) <= limit:
-        return 0, len(times)
-    sums = [0]
-    for _, tokens in times:
-        sums.append(sums[-1] + tokens)
-    step = max(1, limit // 8)
-    starts = range(0, len(times) - limit + 1, step)
-    best = max(
-        starts,
-        key=lambda at: (sums[at + limit] - sums[at]) / max(1.0, times[at + limit - 1][0] - times[at][0]),
-    )
-    return best, best + limit
+    unmeasured: list[str] = field(default_factory=list)
+    """Candidates of which the journal tells too little to foretell them."""
 
 
 def advise(
-    path: Path, *, kv_tokens: int | None, progress: Callable[[str, int, int], None]
+    path: Path,
+    *,
+    kv_tokens: int | None,
+    progress: Callable[[str, int, int], None],
+    slots: Sequence[int] = (),
 ) -> tuple[Advice, Reading]:
     """Advice from a journal. ``kv_tokens``: what all slots together may hold; else what they hold now.
 
-    Raises :class:`AdviceError`, :class:`~warmslot.router.journal.JournalError`.
+    ``slots``: the counts to choose from; else all that the load may need. Raises :class:`AdviceError`,
+    :class:`~warmslot.router.journal.JournalError`.
     """
     part, reading = stretch(path, WORK // _FORECASTS, progress)
-    return advise_on(part, kv_tokens=kv_tokens, progress=progress), reading
+    return advise_on(part, kv_tokens=kv_tokens, slots=slots, progress=progress), reading
 
 
-def advise_on(part: Stretch, *, kv_tokens: int | None, progress: Callable[[str, int, int], None]) -> Advice:
+def advise_on(
+    part: Stretch,
+    *,
+    kv_tokens: int | None,
+    progress: Callable[[str, int, int], None],
+    slots: Sequence[int] = (),
+) -> Advice:
     """Advice from a stretch of a journal. Raises :class:`AdviceError`."""
     load = load_of(part.records, part.earlier)
     _enough(part, load)
@@ -190,22 +121,24 @@ def advise_on(part: Stretch, *, kv_tokens: int | None, progress: Callable[[str, 
         raise AdviceError("the journal has no timings of prefill and decode, so no time can be foretold")
     budget = kv_tokens or (part.slots * part.context)
     need = -(-load.longest // _GRAIN) * _GRAIN
-    counts, unfit = _counts(load, need, budget)
+    counts, unfit = _fitting(sorted(set(slots)) or _counts(load, part.slots), need, budget)
     if not counts:
         raise AdviceError(
             f"the longest request needs {need} tokens of context, more than all {budget} tokens of KV: "
             "give --kv-tokens"
         )
-    runs = _Runs(load, speeds, part.context or need, need, budget, progress)
+    runs = _Runs(load, speeds, part, need, budget, progress)
     candidates = [runs.run(count, way) for count in counts for way in _ways(count, ("serialize", "slots"))]
-    for forecast_ in sorted(candidates, key=_rank)[:_REFINED]:
-        count = forecast_.setup.slots
-        candidates += [runs.run(count, way) for way in _ways(count, ("pair", "auto"))]
-    candidates = list({(one.setup.slots, one.setup.in_flight): one for one in candidates}.values())
+    near = list(dict.fromkeys(one.setup.slots for one in sorted(candidates, key=_rank)))[:_REFINED]
+    candidates += [runs.run(count, way) for count in near for way in _ways(count, ("pair", "auto"))]
+    for one in sorted(candidates, key=_rank)[:_REFINED]:
+        candidates += runs.otherwise(one)
+    candidates = list({one.setup: one for one in candidates}.values())
     best = choose(candidates)
     alone = min((runs.run(count, "slots", queue="engine") for count in counts), key=_rank)
     recorded = _recorded(part, runs)
     advice = Advice(part, load, speeds, best, candidates, recorded, alone, "high", unfit=unfit)
+    advice.unmeasured = runs.unmeasured
     advice.doubts = list(_doubts(advice))
     serious = sum(one.startswith("!") for one in advice.doubts)
     advice.confidence = "low" if serious else "medium" if advice.doubts else "high"
@@ -224,14 +157,17 @@ def _enough(part: Stretch, load: Load) -> None:
         )
 
 
-def _counts(load: Load, need: int, budget: int) -> tuple[list[int], list[int]]:
+def _counts(load: Load, recorded: int) -> list[int]:
+    """Slot counts up to the most conversations at once, and the one that there is now."""
     live = load.live()
     most = next((count for count in SLOTS if count >= live), SLOTS[-1])
-    wanted = [count for count in SLOTS if count <= most]
-    if not budget:
-        return wanted, []
-    fit = [count for count in wanted if count * need <= budget]
-    return fit, [count for count in wanted if count not in fit]
+    return sorted({count for count in SLOTS if count <= most} | ({recorded} if recorded else set()))
+
+
+def _fitting(counts: Sequence[int], need: int, budget: int) -> tuple[list[int], list[int]]:
+    """Those of which all slots together fit the budget, and the others."""
+    fit = [count for count in counts if not budget or count * need <= budget]
+    return fit, [count for count in counts if count not in fit]
 
 
 def _ways(count: int, names: Sequence[InFlight]) -> list[InFlight]:
@@ -248,15 +184,29 @@ class _Runs:
         self,
         load: Load,
         speeds: Speeds,
-        now: int,
+        part: Stretch,
         need: int,
         budget: int,
         progress: Callable[[str, int, int], None],
     ) -> None:
         self.load, self.speeds = load, speeds
-        self._now, self._need, self._budget = now, need, budget
+        self._drafts = part.drafts
+        self._now, self._need, self._budget = part.context or need, need, budget
         self._progress = progress
         self._done: dict[Setup, Forecast] = {}
+        self.unmeasured: list[str] = []
+        self._other = self._other_speeds(part)
+
+    def _other_speeds(self, part: Stretch) -> Speeds | None:
+        """The rates with drafts where the journal's are without, and the other way round; as far as known."""
+        found = speeds_of(part.otherwise) if len(part.otherwise) >= LEAST_REQUESTS else None
+        if found is not None or not (part.drafts or part.otherwise):
+            return found
+        self.unmeasured.append(
+            f"speculation {'off' if part.drafts else 'on'}: not measured; the journal has "
+            f"{len(part.otherwise)} requests of that kind, needed are {LEAST_REQUESTS}"
+        )
+        return None
 
     def context(self, slots: int) -> int:
         """Tokens of each of so many slots: as now, if they fit the budget, and never less than needed."""
@@ -272,16 +222,31 @@ class _Runs:
         speeds: Speeds | None = None,
     ) -> Forecast:
         """One forecast."""
-        setup = Setup(slots, self.context(slots), in_flight, queue)
+        return self._forecast(Setup(slots, self.context(slots), in_flight, queue, self._drafts), speeds)
+
+    def otherwise(self, one: Forecast) -> list[Forecast]:
+        """The same slots with no more context than is needed, and with or without drafts, as far as known."""
+        setups = []
+        if one.setup.context > self._need:
+            setups.append(replace(one.setup, context=self._need))
+        if self._other is not None:
+            setups.append(replace(one.setup, drafts=not self._drafts))
+        return [self._forecast(setup) for setup in setups]
+
+    def _forecast(self, setup: Setup, speeds: Speeds | None = None) -> Forecast:
         if speeds is None and setup in self._done:
             return self._done[setup]
-        name = f"{slots} slots, {in_flight}" + (", engine alone" if queue == "engine" else "")
+        rates = speeds or (self.speeds if setup.drafts is self._drafts else self._other) or self.speeds
+        name = f"{setup.slots} slots of {setup.context:,}, {setup.in_flight}"
+        name += ", engine alone" if setup.queue == "engine" else ""
+        if setup.drafts is not self._drafts:
+            name += ", with drafts" if setup.drafts else ", without drafts"
 
         def tell(done: int) -> None:
             if done % 50 == 0:
                 self._progress(name, done, len(self.load.jobs))
 
-        made = forecast(self.load, speeds or self.speeds, setup, tell)
+        made = forecast(self.load, rates, setup, tell)
         if speeds is None:
             self._done[setup] = made
         return made
@@ -298,7 +263,7 @@ def choose(candidates: Sequence[Forecast]) -> Forecast:
     quickest = min(one.mean_seconds for one in equal)
     good = [one for one in equal if one.mean_seconds <= quickest * (1 + _EQUAL)]
     order = {"serialize": 0, "pair": 1, "slots": 2, "auto": 3}
-    return min(good, key=lambda one: (one.setup.slots, order[one.setup.in_flight]))
+    return min(good, key=lambda one: (one.setup.slots, order[one.setup.in_flight], -one.setup.context))
 
 
 def _recorded(part: Stretch, runs: _Runs) -> Recorded | None:
@@ -378,4 +343,6 @@ def _flat(speeds: Speeds) -> Speeds:
 
 def _steeper(speeds: Speeds) -> Speeds:
     alone = speeds.decode[1]
-    return replace(speeds, decode={n: alone + 1.5 * (rate - alone) for n, rate in speeds.decode.items()})
+    return replace(
+        speeds, decode={n: rate + 0.5 * max(0.0, rate - alone) for n, rate in speeds.decode.items()}
+    )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .driver import Served
     from .engine import Engine
     from .forecast import Forecast
+    from .load import Load
 
 
 class MeasureError(Exception):
@@ -35,16 +36,31 @@ class Measured:
 
     forecast: Forecast
     served: Served
+    reuse: float
+    """Measured, of the calls that count in the forecast too."""
+
+    @classmethod
+    def of(cls, forecast: Forecast, load: Load, served: Served) -> Measured:
+        """From a load as it was served."""
+        calls = [call for call in served.calls if load.jobs[call.number].counted]
+        cached = sum(call.cached or 0 for call in calls)
+        prompt = cached + sum(call.processed or 0 for call in calls)
+        return cls(forecast, served, cached / prompt if prompt else 0.0)
 
     @property
     def reuse_off(self) -> float:
         """Foretold less measured reuse, as a share of the prompt tokens."""
-        return self.forecast.reuse - (self.served.reuse or 0.0)
+        return self.forecast.reuse - self.reuse
 
     @property
     def time_off(self) -> float:
         """How much longer (or less long) was foretold, as a share of what was measured."""
         return self.forecast.makespan / self.served.seconds - 1 if self.served.seconds else 0.0
+
+
+def regret(measured: Sequence[Measured]) -> float:
+    """How much longer the first one, the advised, took than the fastest, as a share of that."""
+    return measured[0].served.seconds / min(one.served.seconds for one in measured) - 1
 
 
 def contenders(advice: Advice, count: int) -> list[Forecast]:
@@ -96,7 +112,7 @@ async def measure(
         (served,) = side.rounds
         if served.failures:
             raise MeasureError(f"{name}: {len(served.failures)} calls failed: {served.failures[0].error}")
-        found.append(Measured(one, served))
+        found.append(Measured.of(one, advice.load, served))
     return found
 
 
@@ -105,12 +121,12 @@ def show(console: Console, measured: Sequence[Measured]) -> None:
     table = Table(title="Measured", title_justify="left", header_style="bold")
     table.add_column("slots", justify="right")
     table.add_column("at once")
-    for name in ("reuse foretold", "measured", "makespan foretold", "measured", "off by"):
+    for name in ("reuse foretold", "measured", "off by", "makespan foretold", "measured", "off by"):
         table.add_column(name, justify="right")
     for one in measured:
         table.add_row(
             *(str(one.forecast.setup.slots), one.forecast.setup.in_flight),
-            *(f"{one.forecast.reuse:.1%}", "–" if one.served.reuse is None else f"{one.served.reuse:.1%}"),
+            *(f"{one.forecast.reuse:.1%}", f"{one.reuse:.1%}", f"{100 * one.reuse_off:+.1f} points"),
             *(f"{one.forecast.makespan:.1f} s", f"{one.served.seconds:.1f} s", f"{one.time_off:+.0%}"),
         )
     console.print(table)
@@ -119,8 +135,10 @@ def show(console: Console, measured: Sequence[Measured]) -> None:
     if best is advised:
         text = "The advised setup was the fastest of those measured."
     else:
-        more = advised.served.seconds / best.served.seconds - 1
-        text = f"{best.forecast.setup.slots} slots were faster: the advised setup took {more:.0%} longer."
+        text = (
+            f"{best.forecast.setup.slots} slots were faster: the advised setup took "
+            f"{regret(measured):.0%} longer."
+        )
     console.print(text, highlight=False)
 
 
@@ -131,7 +149,7 @@ def as_json(measured: Sequence[Measured]) -> list[dict[str, Any]]:
             "slots": one.forecast.setup.slots,
             "in_flight": one.forecast.setup.in_flight,
             "reuse_foretold": one.forecast.reuse,
-            "reuse_measured": one.served.reuse,
+            "reuse_measured": one.reuse,
             "seconds_foretold": one.forecast.makespan,
             "seconds_measured": one.served.seconds,
         }

@@ -30,6 +30,8 @@ def show(console: Console, advice: Advice) -> None:
     )
     console.print(_rates(advice), soft_wrap=True, highlight=False)
     console.print(_table(advice))
+    for line in advice.unmeasured:
+        console.print(line[:1].upper() + line[1:], soft_wrap=True, highlight=False)
     console.print(f"[bold]Advice: {headline(advice)}[/bold]", soft_wrap=True, highlight=False)
     console.print(reason(advice), soft_wrap=True, highlight=False)
     doubts = f": {'; '.join(advice.doubts)}" if advice.doubts else ""
@@ -66,14 +68,25 @@ def _rates(advice: Advice) -> str:
     return (
         f"Measured rates in tokens/s: prefill {1024 / first if first else 0:,.0f} at the beginning, "
         f"{1024 / late if late else 0:,.0f} at {there:,}; decode {levels}; "
-        f"{speeds.overhead * 1000:.0f} ms more for each request."
+        f"{speeds.overhead * 1000:.0f} ms more a request, {speeds.start * 1000:.0f} ms a prefill."
+        + _drafts(advice)
     )
+
+
+def _drafts(advice: Advice) -> str:
+    part = advice.stretch
+    if not part.drafted:
+        return ""
+    return f" Of {part.drafted:,} drafted tokens {part.accepted / part.drafted:.0%} were kept."
 
 
 def _table(advice: Advice) -> Table:
     table = Table(title="The same load, foretold", title_justify="left", header_style="bold")
     table.add_column("slots", justify="right")
     table.add_column("at once")
+    table.add_column("context", justify="right")
+    if any(one.setup.drafts for one in advice.candidates):
+        table.add_column("drafts")
     for name in (
         "reuse",
         "prefill",
@@ -86,23 +99,42 @@ def _table(advice: Advice) -> Table:
     ):
         table.add_column(name, justify="right")
     table.add_column("")
+    drafting = any(one.setup.drafts for one in advice.candidates)
+
+    def row(one: Forecast, note: str) -> None:
+        table.add_row(*_row(one, note, drafting=drafting))
+
     for one in sorted(advice.candidates, key=lambda one: (one.setup.slots, one.makespan)):
-        table.add_row(*_row(one, "advised" if one is advice.best else ""))
+        row(one, "advised" if one is advice.best else "")
     table.add_section()
-    table.add_row(*_row(advice.alone, "the engine alone, at its best"))
+    row(advice.alone, "the engine alone, at its best")
     if advice.recorded is not None:
-        table.add_row(*_row(advice.recorded.forecast, "as recorded, foretold"))
+        row(advice.recorded.forecast, "as recorded, foretold")
+        seconds = f"{advice.recorded.seconds:,.1f} s"
+        blank = ["", "", ""] + [""] * drafting
         table.add_row(
-            *("", "", f"{advice.recorded.reuse:.1%}", "", "", f"{advice.recorded.seconds:,.1f} s"),
-            *("", "", "", "", "as recorded, observed"),
+            *(
+                *blank,
+                f"{advice.recorded.reuse:.1%}",
+                "",
+                "",
+                seconds,
+                "",
+                "",
+                "",
+                "",
+                "as recorded, observed",
+            )
         )
     return table
 
 
-def _row(one: Forecast, note: str) -> list[str]:
+def _row(one: Forecast, note: str, *, drafting: bool) -> list[str]:
     return [
         str(one.setup.slots),
         one.setup.in_flight,
+        f"{one.setup.context:,}",
+        *(["on" if one.setup.drafts else "off"] if drafting else []),
         f"{one.reuse:.1%}",
         *(f"{seconds:,.1f} s" for seconds in (one.prefill_seconds, one.decode_seconds, one.makespan)),
         *(f"{seconds:,.2f} s" for seconds in (one.ttft_p50, one.ttft_p95, one.longest_wait)),
@@ -185,6 +217,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "reason": reason(advice),
         "confidence": advice.confidence,
         "doubts": advice.doubts,
+        "unmeasured": advice.unmeasured,
         "would_change": advice.changes,
         "candidates": [_forecast_json(one) for one in advice.candidates],
         "engine_alone": _forecast_json(advice.alone),
@@ -199,6 +232,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "rates": {
             "decode_tokens_per_second": {str(n): advice.speeds.decode[n] for n in sorted(advice.speeds.seen)},
             "overhead_seconds": advice.speeds.overhead,
+            "prefill_start_seconds": advice.speeds.start,
         },
     }
 

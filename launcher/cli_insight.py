@@ -128,6 +128,13 @@ def advise(
             show_default=False,
         ),
     ] = None,
+    slots: Annotated[
+        str,
+        typer.Option(
+            help='Slot counts to choose from, as "1,2,4,8"; else all that the load may need.',
+            show_default=False,
+        ),
+    ] = "",
     measure: Annotated[
         int, typer.Option(min=0, max=12, help="Start the best so many candidates and serve the load on them.")
     ] = 0,
@@ -156,7 +163,9 @@ def advise(
     measured: list[advise_measure.Measured] = []
     with _steps() as progress:
         try:
-            advice, reading = find(journal, kv_tokens=kv_tokens, progress=progress)
+            advice, reading = find(
+                journal, kv_tokens=kv_tokens, slots=_counts(slots, "--slots"), progress=progress
+            )
             if measure:
                 measured = asyncio.run(
                     advise_measure.measure(
@@ -464,6 +473,17 @@ def _steps() -> AbstractContextManager[Callable[[str, int, int], None]]:
             yield tell
 
     return stepping()
+
+
+def _counts(text: str, option: str) -> list[int]:
+    """Numbers of slots separated by commas; none of an empty text."""
+    try:
+        counts = [int(part) for part in text.split(",")] if text else []
+    except ValueError:
+        counts = [0]
+    if any(not 1 <= count <= 64 for count in counts):  # noqa: PLR2004  # as many as a forecast knows rates of
+        raise typer.BadParameter(f'{text!r}: expected numbers from 1 to 64, as "1,2,4,8"', param_hint=option)
+    return counts
 
 
 def _moment(text: str | None, option: str) -> float | None:

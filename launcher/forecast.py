@@ -63,6 +63,8 @@ class Setup:
     context: int
     in_flight: InFlight = "auto"
     queue: Queue = "reuse"
+    drafts: bool = False
+    """Whether it drafts (speculative decoding): told by the rates."""
 
 
 @dataclass(slots=True)

@@ -44,6 +44,7 @@ COLUMNS: Final = (
     *("prompt_tokens", "cached_tokens", "processed_tokens", "predicted_tokens", "output_tokens"),
     *("new", "evicted", "busy", "diverged", "restarted", "engine"),
     *("queued", "first_token", "ended", "prefill_seconds", "decode_seconds", "in_flight", "demand"),
+    *("drafted_tokens", "accepted_tokens"),
 )
 
 

@@ -1,7 +1,7 @@
 """A backend's rates as its journal shows them: prefill by position, decoding by sharers, overhead. Pure.
 
-Where requests overlapped, a prefill slows the answers that run beside it, and these slow the prefill. So
-rates are taken from times without such overlap as far as there are enough of them.
+Where requests overlapped, each one's own timings hold the work of the others too. So prefills that overlap
+are taken together, and decode rates from times in which no prompt was computed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ BATCH: Final = 2048
 UNSEEN_GAIN: Final = 0.4
 """What each further request adds to the decode rate, of one alone, where sharing was never seen."""
 
-_ENOUGH: Final = 20
-"""Clean observations from which on the others are left aside."""
+_ROUNDS: Final = 8
+"""Of finding the start of prefills and their curve in turn; both settle within a few."""
 
 _SECONDS: Final = 0.5
 """Seconds of decoding at a level from which on its rate counts."""
@@ -44,10 +44,12 @@ class Speeds:
     seen: set[int] = field(default_factory=set)
     """Levels whose rate was seen; the others are filled in."""
     batch: int = BATCH
+    start: float = 0.0
+    """Seconds that any prefill takes, however few its tokens are."""
 
     def prefill_seconds(self, start: int, end: int) -> float:
         """Seconds to compute prompt tokens ``[start, end)`` alone."""
-        return self.prefill.seconds(start, end)
+        return self.start + self.prefill.seconds(start, end) if end > start else 0.0
 
     def decode_rate(self, busy: int) -> float:
         """Tokens per second of all together."""
@@ -56,21 +58,59 @@ class Speeds:
 
 def speeds_of(records: Sequence[Record]) -> Speeds | None:
     """The rates in a journal; ``None`` where it has no timings at all."""
-    spans = _spans(records)
-    told = [one for one in records if one.cached_tokens is not None and one.prefill_seconds > 0]
-    every = [(one.cached_tokens or 0, one.prompt_tokens, one.prefill_seconds) for one in told]
-    crowded = _crowded([_prefill_span(one) for one in told])
-    alone = [one for index, one in enumerate(every) if index not in crowded]
-    rates, seen = _decode(spans)
-    if not every or not rates:
+    prefills = _prefills(
+        [one for one in records if one.cached_tokens is not None and one.prefill_seconds > 0]
+    )
+    rates, seen = _decode(_spans(records))
+    if not prefills or not rates:
         return None
+    start, curve = _start_and_curve(prefills)
+    return Speeds(curve, rates, _overhead(records), seen, start=start)
+
+
+def _overhead(records: Sequence[Record]) -> float:
+    """Seconds beside queue, prefill and decode; a request among others also waits for their steps."""
     rest = [
-        one.ended - one.granted - one.prefill_seconds - one.decode_seconds
+        (one.in_flight > 1, one.ended - one.granted - one.prefill_seconds - one.decode_seconds)
         for one in records
-        if one.in_flight == 1 and one.prefill_seconds > 0
+        if one.prefill_seconds > 0
     ]
-    curve = PrefillCurve(alone if len(alone) >= _ENOUGH else every)
-    return Speeds(curve, rates, max(0.0, median(rest)) if rest else 0.0, seen)
+    alone = [seconds for among, seconds in rest if not among]
+    return max(0.0, median(alone) if alone else min((seconds for _, seconds in rest), default=0.0))
+
+
+def _prefills(records: Sequence[Record]) -> list[tuple[int, int, float]]:
+    """First position, last position and seconds of each prefill, as if it had been computed alone.
+
+    Each request's own timing begins with its first batch and holds the batches of all that are computed
+    beside it. So those that overlap are taken together: the time from the first beginning to the last end is
+    shared out by their tokens.
+    """
+    found = []
+    for crowd in _crowds([_prefill_span(one) for one in records]):
+        spans = [_prefill_span(records[index]) for index in crowd]
+        seconds = max(end for _, _, end in spans) - min(begin for _, begin, _ in spans)
+        tokens = sum(records[index].processed_tokens or 0 for index in crowd)
+        for one in (records[index] for index in crowd):
+            own = one.processed_tokens or 0
+            if own:
+                found.append((one.prompt_tokens - own, one.prompt_tokens, seconds * own / tokens))
+    return found
+
+
+def _start_and_curve(prefills: Sequence[tuple[int, int, float]]) -> tuple[float, PrefillCurve]:
+    """Seconds that any prefill takes beside its tokens, and the curve of the tokens.
+
+    Found in turn: the curve from what is left without the start, the start from what short ones take longer
+    than the curve says.
+    """
+    middle = median(end - begin for begin, end, _ in prefills)
+    short = [one for one in prefills if one[1] - one[0] <= middle]
+    start, curve = 0.0, PrefillCurve(prefills)
+    for _ in range(_ROUNDS):
+        start = max(0.0, median(seconds - curve.seconds(begin, end) for begin, end, seconds in short))
+        curve = PrefillCurve([(begin, end, seconds - start) for begin, end, seconds in prefills])
+    return start, curve
 
 
 def _prefill_span(one: Record) -> tuple[str, float, float]:
@@ -79,20 +119,19 @@ def _prefill_span(one: Record) -> tuple[str, float, float]:
     return one.backend, end - one.prefill_seconds, end
 
 
-def _crowded(spans: Sequence[tuple[str, float, float]]) -> set[int]:
-    """Prefills during which another prompt of the same backend was computed too."""
-    crowded: set[int] = set()
-    order = sorted(range(len(spans)), key=lambda index: spans[index])
-    latest = -1
-    for index in order:
+def _crowds(spans: Sequence[tuple[str, float, float]]) -> list[list[int]]:
+    """Prefills that overlap on one backend, taken together; most are alone."""
+    crowds: list[list[int]] = []
+    where, until = "", 0.0
+    for index in sorted(range(len(spans)), key=lambda index: spans[index]):
         backend, begin, end = spans[index]
-        if latest >= 0 and spans[latest][0] == backend:
-            if begin < spans[latest][2]:
-                crowded |= {index, latest}
-            if end < spans[latest][2]:
-                continue
-        latest = index
-    return crowded
+        if crowds and backend == where and begin < until:
+            crowds[-1].append(index)
+            until = max(until, end)
+        else:
+            crowds.append([index])
+            where, until = backend, end
+    return crowds
 
 
 def _spans(records: Sequence[Record]) -> list[tuple[str, float, float, float, int]]:

@@ -373,6 +373,8 @@ class Attempt:
             output_tokens=reader.output_tokens,
             prefill_seconds=reader.prefill_seconds,
             decode_seconds=reader.decode_seconds,
+            drafted_tokens=reader.drafted_tokens,
+            accepted_tokens=reader.accepted_tokens,
             ttft_seconds=None if first is None else first - began,
             generated=reader.generated,
             slot=None if self._work.slot is None else SlotRef(self._lease.slot.backend, self._slot),

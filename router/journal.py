@@ -276,6 +276,8 @@ class Journal:
             ended=item.ended - item.arrived,
             prefill_seconds=outcome.prefill_seconds,
             decode_seconds=outcome.decode_seconds,
+            drafted_tokens=outcome.drafted_tokens,
+            accepted_tokens=outcome.accepted_tokens,
             in_flight=item.in_flight,
             demand=item.demand,
             slots=request.slots,

@@ -79,6 +79,9 @@ class Record:
     """From arrival to the release of the slot."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Of the drafted ones, those that were kept."""
     in_flight: int = 1
     """Leases of the backend when this one was given, itself included."""
     demand: int = 1
@@ -341,6 +344,8 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "masked": 0,
     "sorted_tools": False,
     "guessed": False,
+    "drafted_tokens": 0,
+    "accepted_tokens": 0,
     "losses": {},
     "host_tokens": 0,
     "first_token": None,

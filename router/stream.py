@@ -34,6 +34,8 @@ class Answer:
     output_tokens: int | None = None
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     stop_reason: str | None = None
     slot: int | None = None
     """Where it ran, told by ``/completion`` only."""
@@ -136,6 +138,16 @@ class TruthReader:
     def decode_seconds(self) -> float:
         """Seconds that the engine spent on generating (0 if it did not say)."""
         return self._first().decode_seconds
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens that speculation drafted (0 if it did not say)."""
+        return self._first().drafted_tokens
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Of the drafted tokens, those that were kept."""
+        return self._first().accepted_tokens
 
     @property
     def stop_reason(self) -> str | None:
@@ -418,6 +430,8 @@ class TruthReader:
         answer.output_tokens = _either(_count(timings.get("predicted_n")), answer.output_tokens)
         answer.prefill_seconds = _milliseconds(timings.get("prompt_ms"), answer.prefill_seconds)
         answer.decode_seconds = _milliseconds(timings.get("predicted_ms"), answer.decode_seconds)
+        answer.drafted_tokens = _count(timings.get("draft_n")) or answer.drafted_tokens
+        answer.accepted_tokens = _count(timings.get("draft_n_accepted")) or answer.accepted_tokens
 
     @staticmethod
     def _usage(answer: Answer, usage: Mapping[str, Any], prompt: str, output: str) -> None:

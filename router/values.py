@@ -200,6 +200,9 @@ class Outcome:
     output_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Of the drafted ones (``timings.draft_n``), those that were kept (``draft_n_accepted``)."""
     ttft_seconds: float | None = None
     generated: bytes = b""
     after: Prompt | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,7 @@ from warmslot.router.records import Record
 
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.support import agents, field_note
-from tests.support.journals import write
+from tests.support.journals import START, write
 from tests.support.router import serving
 
 if TYPE_CHECKING:
@@ -145,6 +146,70 @@ def test_rates_beyond_what_was_seen_do_not_grow() -> None:
     assert found is not None
     assert max(found.seen) == 3
     assert found.decode_rate(3) == found.decode_rate(16)
+
+
+def test_prefills_that_were_computed_together_are_not_counted_twice() -> None:
+    alone = recorded(agents.load(1, 3), Setup(1, 8192, "serialize"))
+    first, second, *_ = alone
+    # Both timings hold the work of both prompts, as an engine's do.
+    together = first.prefill_seconds + second.prefill_seconds
+    pair = [
+        replace(
+            one, time=first.time, granted=0.0, prefill_seconds=together, ended=together + one.decode_seconds
+        )
+        for one in (first, second)
+    ]
+    found = speeds_of(pair)
+    assert found is not None
+    assert found.prefill_seconds(0, 2000) == pytest.approx(4.0, rel=0.05)
+
+
+def test_what_every_prefill_takes_is_told_from_what_its_tokens_take() -> None:
+    records = [
+        replace(one, prefill_seconds=one.prefill_seconds + 0.3, ended=one.ended + 0.3)
+        for one in recorded(agents.load(1, 6), Setup(1, 8192, "serialize"))
+    ]
+    found = speeds_of(records)
+    assert found is not None
+    assert found.start == pytest.approx(0.3, abs=0.05)
+    assert found.prefill.seconds(0, 2000) == pytest.approx(4.0, rel=0.05)
+
+
+def test_speculation_is_a_candidate_where_the_journal_has_seen_both(tmp_path: Path) -> None:
+    load = agents.load(3, 12)
+    slow, fast = Setup(4, 8192, "slots"), agents.speeds(alone=48.0)
+    without = list(agents.journal(load, RATES, slow))
+    later = 10_000.0
+    with_drafts = [
+        replace(one, drafted_tokens=40, accepted_tokens=30) if isinstance(one, Record) else one
+        for one in agents.journal(load, fast, slow, start=START + later)
+    ]
+    path = write(tmp_path / "both.jsonl", [*without, *with_drafts])
+    found, _ = advise(path, kv_tokens=None, progress=quiet)
+    assert {one.setup.drafts for one in found.candidates} == {False, True}
+    assert found.best.setup.drafts
+    assert found.unmeasured == []
+    path = write(tmp_path / "one.jsonl", with_drafts)
+    found, _ = advise(path, kv_tokens=None, progress=quiet)
+    assert {one.setup.drafts for one in found.candidates} == {True}
+    assert "speculation off: not measured" in found.unmeasured[0]
+
+
+def test_advice_keeps_to_the_slot_counts_that_are_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "j.jsonl", agents.journal(agents.load(3, 12), RATES, Setup(4, 8192, "slots")))
+    found, _ = advise(path, kv_tokens=None, slots=(1, 4), progress=quiet)
+    assert {one.setup.slots for one in found.candidates} == {1, 4}
+    assert {one.setup.context for one in found.candidates} == {8192, -(-found.load.longest // 256) * 256}
+    refused = CliRunner().invoke(app, ["advise", str(path), "--slots", "1,x"])
+    assert refused.exit_code == 2
+
+
+def test_a_backend_that_gets_slower_by_sharing_gets_advice_all_the_same(tmp_path: Path) -> None:
+    rates = agents.speeds(gain=-0.2)
+    rates.decode = {level: max(1.0, rate) for level, rate in rates.decode.items()}
+    path = write(tmp_path / "j.jsonl", agents.journal(agents.load(3, 12), rates, Setup(4, 8192, "slots")))
+    found, _ = advise(path, kv_tokens=None, progress=quiet)
+    assert found.best.setup.in_flight == "serialize"
 
 
 def test_a_load_follows_its_conversations_and_its_workers() -> None:
