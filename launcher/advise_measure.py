@@ -6,12 +6,15 @@ Each is a warmslot of its own on a free port, which serves the journal's load wi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from .bench import BenchError, engine_setting, routed
 from .bench_replay import Target, replay
+from .memory import CACHE_TYPES
+from .plan import need
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,8 +25,9 @@ if TYPE_CHECKING:
     from .advise import Advice
     from .driver import Served
     from .engine import Engine
-    from .forecast import Forecast
+    from .forecast import Forecast, Setup
     from .load import Load
+    from .memory import Model
 
 
 class MeasureError(Exception):
@@ -61,6 +65,16 @@ class Measured:
 def regret(measured: Sequence[Measured]) -> float:
     """How much longer the first one, the advised, took than the fastest, as a share of that."""
     return measured[0].served.seconds / min(one.served.seconds for one in measured) - 1
+
+
+def memory_of(model: Model, args: Sequence[str]) -> Callable[[Setup], int]:
+    """Bytes of weights, KV cache and state of a setup, with the cache types that the engine's flags name."""
+    given = dict(pairwise(args))
+    key, value = (
+        next((given[name] for name in names if given.get(name) in CACHE_TYPES), "f16")
+        for names in (("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v"))
+    )
+    return lambda setup: need(model, setup.slots, setup.context, (key, value))
 
 
 def contenders(advice: Advice, count: int) -> list[Forecast]:

@@ -7,17 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from .host_memory import MIB
 from .report import duration
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
     from .advise import Advice
-    from .forecast import Forecast
+    from .forecast import Forecast, Setup
+
+    Memory = Callable[[Setup], int]
 
 
-def show(console: Console, advice: Advice) -> None:
-    """Print everything."""
+def show(console: Console, advice: Advice, memory: Memory | None = None) -> None:
+    """Print everything. ``memory``: bytes of a setup where the model is known, else KV tokens."""
     part, load = advice.stretch, advice.load
     which = (
         f"the busiest {len(load.jobs)} of {part.whole}" if part.whole > len(part.records) else len(load.jobs)
@@ -29,7 +34,7 @@ def show(console: Console, advice: Advice) -> None:
         highlight=False,
     )
     console.print(_rates(advice), soft_wrap=True, highlight=False)
-    console.print(_table(advice))
+    console.print(_table(advice, memory))
     for line in advice.unmeasured:
         console.print(line[:1].upper() + line[1:], soft_wrap=True, highlight=False)
     console.print(f"[bold]Advice: {headline(advice)}[/bold]", soft_wrap=True, highlight=False)
@@ -80,7 +85,7 @@ def _drafts(advice: Advice) -> str:
     return f" Of {part.drafted:,} drafted tokens {part.accepted / part.drafted:.0%} were kept."
 
 
-def _table(advice: Advice) -> Table:
+def _table(advice: Advice, memory: Memory | None) -> Table:
     table = Table(title="The same load, foretold", title_justify="left", header_style="bold")
     table.add_column("slots", justify="right")
     table.add_column("at once")
@@ -95,14 +100,14 @@ def _table(advice: Advice) -> Table:
         "TTFT p50",
         "TTFT p95",
         "longest wait",
-        "KV tokens",
+        "KV tokens" if memory is None else "memory",
     ):
         table.add_column(name, justify="right")
     table.add_column("")
     drafting = any(one.setup.drafts for one in advice.candidates)
 
     def row(one: Forecast, note: str) -> None:
-        table.add_row(*_row(one, note, drafting=drafting))
+        table.add_row(*_row(one, note, memory, drafting=drafting))
 
     for one in sorted(advice.candidates, key=lambda one: (one.setup.slots, one.makespan)):
         row(one, "advised" if one is advice.best else "")
@@ -129,7 +134,7 @@ def _table(advice: Advice) -> Table:
     return table
 
 
-def _row(one: Forecast, note: str, *, drafting: bool) -> list[str]:
+def _row(one: Forecast, note: str, memory: Memory | None, *, drafting: bool) -> list[str]:
     return [
         str(one.setup.slots),
         one.setup.in_flight,
@@ -138,7 +143,9 @@ def _row(one: Forecast, note: str, *, drafting: bool) -> list[str]:
         f"{one.reuse:.1%}",
         *(f"{seconds:,.1f} s" for seconds in (one.prefill_seconds, one.decode_seconds, one.makespan)),
         *(f"{seconds:,.2f} s" for seconds in (one.ttft_p50, one.ttft_p95, one.longest_wait)),
-        f"{one.setup.slots * one.setup.context:,}",
+        f"{one.setup.slots * one.setup.context:,}"
+        if memory is None
+        else f"{memory(one.setup) / MIB:,.0f} MiB",
         note,
     ]
 
@@ -203,8 +210,8 @@ def patch(advice: Advice) -> str:
     )
 
 
-def as_json(advice: Advice) -> dict[str, Any]:
-    """Everything as plain values."""
+def as_json(advice: Advice, memory: Memory | None = None) -> dict[str, Any]:
+    """Everything as plain values; ``memory`` as in :func:`show`."""
     return {
         "backend": advice.stretch.backend,
         "requests": len(advice.load.jobs),
@@ -212,14 +219,14 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "sessions": advice.load.sessions,
         "live": advice.load.live(),
         "longest_tokens": advice.load.longest,
-        "advice": _forecast_json(advice.best),
+        "advice": _forecast_json(advice.best, memory),
         "flags": flags(advice),
         "reason": reason(advice),
         "confidence": advice.confidence,
         "doubts": advice.doubts,
         "unmeasured": advice.unmeasured,
         "would_change": advice.changes,
-        "candidates": [_forecast_json(one) for one in advice.candidates],
+        "candidates": [_forecast_json(one, memory) for one in advice.candidates],
         "engine_alone": _forecast_json(advice.alone),
         "recorded": None
         if advice.recorded is None
@@ -237,7 +244,13 @@ def as_json(advice: Advice) -> dict[str, Any]:
     }
 
 
-def _forecast_json(one: Forecast) -> dict[str, Any]:
+def _forecast_json(one: Forecast, memory: Memory | None = None) -> dict[str, Any]:
     values = asdict(one)
     setup = values.pop("setup")
-    return {**setup, **values, "reuse": one.reuse, "kv_tokens": one.setup.slots * one.setup.context}
+    return {
+        **setup,
+        **values,
+        "reuse": one.reuse,
+        "kv_tokens": one.setup.slots * one.setup.context,
+        "memory_bytes": None if memory is None else memory(one.setup),
+    }

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from warmslot.router.journal import Reading
 
+    from .forecast import Setup
+
 Source = Annotated[
     str,
     typer.Argument(
@@ -138,7 +140,13 @@ def advise(
     measure: Annotated[
         int, typer.Option(min=0, max=12, help="Start the best so many candidates and serve the load on them.")
     ] = 0,
-    model: Annotated[str, typer.Option(help="With --measure: the GGUF file, or demo.")] = "demo",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="The GGUF file, or demo: tells memory in bytes, and is what --measure serves.",
+            show_default=False,
+        ),
+    ] = None,
     engine: Annotated[
         str | None,
         typer.Option(help="With --measure: path of a llama-server, or embedded.", show_default=False),
@@ -158,33 +166,44 @@ def advise(
     from .advise import AdviceError
     from .advise import advise as find
     from .engine import EngineError, find_engine
+    from .memory import PlanError, read_model
     from .model import ModelError, find_model
 
+    if measure and model is None:
+        raise typer.BadParameter("needs --model: the GGUF file to serve, or demo", param_hint="--measure")
+    args = shlex.split(flags)
     measured: list[advise_measure.Measured] = []
+    memory: Callable[[Setup], int] | None = None
     with _steps() as progress:
         try:
+            path = None if model is None else find_model(model)
+            if path is not None:
+                memory = advise_measure.memory_of(read_model(path), args)
             advice, reading = find(
                 journal, kv_tokens=kv_tokens, slots=_counts(slots, "--slots"), progress=progress
             )
-            if measure:
+            if measure and path is not None:
                 measured = asyncio.run(
                     advise_measure.measure(
                         advice,
                         advise_measure.contenders(advice, measure),
                         engine=find_engine(engine),
-                        model=find_model(model),
-                        args=shlex.split(flags),
+                        model=path,
+                        args=args,
                         progress=progress,
                     )
                 )
-        except (JournalError, AdviceError, advise_measure.MeasureError, EngineError, ModelError) as error:
+        except (
+            *(JournalError, AdviceError, advise_measure.MeasureError),
+            *(EngineError, ModelError, PlanError),
+        ) as error:
             _fail(str(error))
     if as_json:
-        found = advise_show.as_json(advice)
+        found = advise_show.as_json(advice, memory)
         found["measured"] = advise_measure.as_json(measured)
         _print_json(found)
     else:
-        advise_show.show(_console(), advice)
+        advise_show.show(_console(), advice, memory)
         if measured:
             advise_measure.show(_console(), measured)
     if reading.skipped:

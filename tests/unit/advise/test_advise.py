@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 from warmslot.launcher.advise import AdviceError, advise, choose
+from warmslot.launcher.advise_measure import memory_of
 from warmslot.launcher.cli import app
 from warmslot.launcher.forecast import Forecast, Setup, forecast
 from warmslot.launcher.load import load_of
+from warmslot.launcher.memory import Layer, Model
 from warmslot.launcher.speeds import speeds_of
 from warmslot.router.advice import per_backend, slots_for
 from warmslot.router.records import Record
@@ -129,6 +131,21 @@ def test_json_has_the_whole_advice(tmp_path: Path) -> None:
     assert data["confidence"] in {"high", "medium", "low"}
     assert len(data["candidates"]) >= 3
     assert data["recorded"]["agrees"] is True
+
+
+def test_memory_is_told_in_bytes_where_the_model_is_known() -> None:
+    model = Model("m", "llama", 1000, 8192, 0, (Layer(keys=64, values=64),))
+    setup = Setup(2, 8192)
+    assert memory_of(model, [])(setup) == 1000 + 2 * 8192 * 256
+    quantised = memory_of(model, ["-t", "2", "-ctk", "q8_0", "-ctv", "q8_0"])(setup)
+    assert quantised == 1000 + 2 * 8192 * 136
+
+
+def test_measuring_needs_a_model(tmp_path: Path) -> None:
+    path = write(tmp_path / "j.jsonl", agents.journal(agents.load(2, 8), RATES, Setup(2, 8192, "slots")))
+    result = CliRunner().invoke(app, ["advise", str(path), "--measure", "2"])
+    assert result.exit_code == 2
+    assert "--model" in result.output
 
 
 def test_rates_are_found_in_spite_of_overlap() -> None:
