@@ -121,9 +121,15 @@ def judge(measured: list[Measured]) -> list[str]:
     return missed
 
 
-async def run(setup: Setup, case: Case, folder: Path, console: Console) -> tuple[Advice, list[Measured]]:
+def journal_of(folder: Path, case: Case) -> Path:
+    """Where its journal goes; one that is there is removed, since a router would append to it."""
+    path = folder.resolve() / f"{case.name.replace(' ', '-')}.jsonl"
+    path.unlink(missing_ok=True)
+    return path
+
+
+async def run(setup: Setup, case: Case, journal: Path, console: Console) -> tuple[Advice, list[Measured]]:
     """Record, advise and measure one case."""
-    journal = folder / f"{case.name.replace(' ', '-')}.jsonl"
     await record(setup, case, journal)
 
     def quiet(what: str, done: int, total: int) -> None:
@@ -163,7 +169,9 @@ def main(  # noqa: PLR0917  # one parameter for each option of the command
             case = CASES[int(number) - 1]
             began = time.perf_counter()
             console.rule(case.name)
-            advice, measured = asyncio.run(run(setup, case, (journals or Path(folder)).resolve(), console))
+            advice, measured = asyncio.run(
+                run(setup, case, journal_of(journals or Path(folder), case), console)
+            )
             missed = judge(measured)
             advise_show.show(console, advice)
             advise_measure.show(console, measured)
