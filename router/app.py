@@ -13,6 +13,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Route as Path
 
 from .auth import KeyCheck
+from .backend import EngineClient
 from .core import CoreSettings, RouterCore
 from .dispatcher import Dispatcher
 from .generation import Generation, Shop
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from .config import Config, Scheduling
+    from .dispatcher import Connect
     from .observer import Observer
 
 GENERATING = {
@@ -156,8 +158,21 @@ def create_router(
         pools,
         observers=[metrics, *(one for one in (journal, live) if one is not None), *observers],
         timing=timing or Timing(hold=config.limits.hold_timeout),
+        connect=_connector(config),
     )
     return Router(create_app(config, dispatcher, metrics, journal, live), dispatcher, metrics, journal)
+
+
+def _connector(config: Config) -> Connect:
+    """Clients of backends, with what each needs to be let in."""
+    backends = {backend.name: backend for pool in config.pools for backend in pool.backends}
+
+    def connect(name: str, url: str) -> EngineClient:
+        backend = backends[name]
+        key = None if backend.api_key is None else backend.api_key.get_secret_value()
+        return EngineClient(name, url, api_key=key, ca=backend.tls_ca)
+
+    return connect
 
 
 def core_settings(scheduling: Scheduling) -> CoreSettings:

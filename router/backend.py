@@ -8,6 +8,7 @@ Small calls do the same, as connecting costs less than a pool's bookkeeping (``p
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
@@ -36,6 +37,8 @@ __all__ = [
     "Health",
     "Props",
 ]
+
+log = logging.getLogger("warmslot.router")
 
 CONNECT_TIMEOUT = 5.0
 """Seconds until a connection attempt is given up."""
@@ -106,9 +109,11 @@ def _text(value: object) -> str | None:
 class EngineClient:
     """Speaks to one llama-server at ``base_url``; knows nothing of what its slots should hold.
 
-    ``api_key`` is sent as a bearer token in place of whatever the client sent. ``read_timeout`` bounds the
-    silence between two pieces of a generation (``None``: a long prefill may take minutes). All calls raise
-    :class:`EngineUnreachable` or :class:`EngineBroke` when the engine does not answer as HTTP should.
+    ``api_key`` is sent as a bearer token in place of whatever the client sent. ``ca`` is a file of
+    certificates (PEM) by which an ``https`` engine is trusted, in place of the system's. ``read_timeout``
+    bounds the silence between two pieces of a generation (``None``: a long prefill may take minutes). All
+    calls raise :class:`EngineUnreachable` or :class:`EngineBroke` when the engine does not answer as HTTP
+    should.
     """
 
     def __init__(
@@ -117,6 +122,7 @@ class EngineClient:
         base_url: str,
         *,
         api_key: str | None = None,
+        ca: str | None = None,
         connect_timeout: float = CONNECT_TIMEOUT,
         control_timeout: float = CONTROL_TIMEOUT,
         read_timeout: float | None = None,
@@ -126,7 +132,8 @@ class EngineClient:
             raise ValueError(f"backend {name!r}: {base_url!r} is no http:// or https:// address")
         self.name = name
         self.base_url = base_url.rstrip("/")
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = ssl.create_default_context(cafile=ca) if parts.scheme == "https" else None
+        self._distrusted = False
         self._target = Target(
             host=parts.hostname,
             port=parts.port or (443 if self._tls else 80),
@@ -274,10 +281,14 @@ class EngineClient:
                     lambda: exchange, self._target.host, self._target.port, ssl=self._tls
                 )
         except (OSError, TimeoutError) as error:
+            if isinstance(error, ssl.SSLError) and not self._distrusted:
+                self._distrusted = True
+                reason = getattr(error, "verify_message", "") or error.reason or "no TLS"
+                log.warning("backend %s: no connection by TLS: %s", self.name, reason)
             raise EngineUnreachable(self.name, sent=False) from error
 
     def _outgoing(self, headers: Iterable[tuple[bytes, bytes]]) -> HeaderPairs:
         if self._authorization is None:
             return list(headers)
-        kept = [pair for pair in headers if pair[0].lower() != b"authorization"]
+        kept = [pair for pair in headers if pair[0].lower() not in {b"authorization", b"x-api-key"}]
         return [*kept, (b"Authorization", self._authorization)]

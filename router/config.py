@@ -110,6 +110,11 @@ class Scheduling(Section):
     """Requests that may wait in the pool; the next one is answered with 429."""
 
 
+_OF_ALL = frozenset({"name", "url"})
+_SOURCES = frozenset({"api_key", "api_key_env", "api_key_file"})
+_OF_REMOTE = _SOURCES | {"tls_ca"}
+
+
 class Backend(Section):
     """One llama-server: launched here (`model`) or already running elsewhere (`url`)."""
 
@@ -119,6 +124,14 @@ class Backend(Section):
     """Its name in metrics, headers and logs; unique in the file."""
     url: str | None = Field(default=None, pattern=URL_PATTERN)
     """Address of a llama-server that runs already; its slots and context are asked from it."""
+    api_key: SecretStr | None = Field(default=None, min_length=1)
+    """The key that this llama-server asks for (its `--api-key`), sent in place of the client's."""
+    api_key_env: str | None = Field(default=None, min_length=1)
+    """Environment variable that holds it."""
+    api_key_file: str | None = Field(default=None, min_length=1)
+    """File that holds it (surrounding white space is dropped)."""
+    tls_ca: str | None = Field(default=None, min_length=1)
+    """File of certificates (PEM) by which an `https` address is trusted, in place of the system's."""
     model: str | None = Field(default=None, min_length=1)
     """The GGUF file to serve from a llama-server launched here, or `demo` for the bundled demo model."""
     engine: str | None = Field(default=None, min_length=1)
@@ -163,9 +176,18 @@ class Backend(Section):
                 "found neither model nor url, allowed: one of them",
             )
         elif self.url is not None:
-            for other in sorted(self.model_fields_set - {"name", "url"}):
+            for other in sorted(self.model_fields_set - _OF_ALL - _OF_REMOTE):
                 message = "found beside url, allowed: only in a backend that is launched here"
                 yield Problem((other,), message)
+            if self.tls_ca is not None and not self.url.startswith("https:"):
+                yield Problem(("tls_ca",), "found beside an http address, allowed: beside an https one")
+            sources = sorted(self.model_fields_set & _SOURCES)
+            if len(sources) > 1:
+                names = ", ".join(sorted(_SOURCES))
+                yield Problem((sources[1],), f"found beside {sources[0]}, allowed: at most one of {names}")
+        else:
+            for other in sorted(self.model_fields_set & _OF_REMOTE):
+                yield Problem((other,), "found beside model, allowed: only beside url")
 
 
 class Pool(Section):

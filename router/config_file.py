@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 import re
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _FOUND_LIMIT = 80
 _HIDDEN = "**********"
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-_SECRET = re.compile(r"^keys\[\d+\]\.value$")
+_SECRET = re.compile(r"^keys\[\d+\]\.value$|^pools\[\d+\]\.backends\[\d+\]\.api_key$")
 
 
 class ConfigError(Exception):
@@ -41,7 +42,8 @@ def load(path: str | os.PathLike[str], env: Mapping[str, str] = os.environ) -> C
     """Read, validate and complete a configuration file.
 
     Relative paths in it (``model``, ``engine`` with a slash, ``slot_save_path``, ``state.path``,
-    ``keys[].file``) start at its own folder. Every key's ``value`` is set in the result.
+    ``keys[].file``, ``api_key_file``, ``tls_ca``) start at its own folder. Every key's ``value`` is set in
+    the result, and the ``api_key`` of every backend that has one.
     Raises :class:`ConfigError`.
     """
     file = os.fspath(path)
@@ -239,24 +241,27 @@ def _complete(config: Config, document: _Document, folder: Path, env: Mapping[st
     keys: list[Key] = []
     for index, key in enumerate(config.keys):
         try:
-            keys.append(key.model_copy(update={"value": SecretStr(_secret(key, folder, env))}))
+            secret = _secret(key.value, key.env, key.file, folder, env)
+            keys.append(key.model_copy(update={"value": secret}))
         except ConfigError as error:
             source = "env" if key.env is not None else "file" if key.file is not None else "value"
             errors.append(document.error(("keys", index, source), str(error)))
+    pools = []
+    for number, pool in enumerate(config.pools):
+        backends = []
+        for index, backend in enumerate(pool.backends):
+            try:
+                backends.append(_with_access(_with_paths(backend, folder), folder, env))
+            except _SettingError as error:
+                place = ("pools", number, "backends", index, error.setting)
+                errors.append(document.error(place, str(error)))
+        warm_up = tuple(_path(file, folder) for file in pool.warm_up)
+        pools.append(pool.model_copy(update={"backends": tuple(backends), "warm_up": warm_up}))
     if errors:
         raise ConfigError(errors)
-    pools = tuple(
-        pool.model_copy(
-            update={
-                "backends": tuple(_with_paths(backend, folder) for backend in pool.backends),
-                "warm_up": tuple(_path(file, folder) for file in pool.warm_up),
-            }
-        )
-        for pool in config.pools
-    )
     update: dict[str, object] = {
         "keys": tuple(keys),
-        "pools": pools,
+        "pools": tuple(pools),
         "engine": _command(config.engine, folder),
     }
     if config.journal.path is not None:
@@ -267,17 +272,50 @@ def _complete(config: Config, document: _Document, folder: Path, env: Mapping[st
     return config.model_copy(update=update)
 
 
-def _secret(key: Key, folder: Path, env: Mapping[str, str]) -> str:
-    if key.value is not None:
-        secret = key.value.get_secret_value()
-    elif key.env is not None:
-        if key.env not in env:
+class _SettingError(ConfigError):
+    """One setting of a backend points to something that cannot be had."""
+
+    def __init__(self, setting: str, message: str) -> None:
+        super().__init__([message])
+        self.setting = setting
+
+
+def _with_access(backend: Backend, folder: Path, env: Mapping[str, str]) -> Backend:
+    """With what it takes to be let in by a llama-server that runs elsewhere."""
+    update: dict[str, object] = {}
+    sources = backend.api_key, backend.api_key_env, backend.api_key_file
+    if any(source is not None for source in sources):
+        try:
+            update["api_key"] = _secret(*sources, folder, env)
+        except ConfigError as error:
+            names = ("api_key", "api_key_env", "api_key_file")
+            name = next(name for name, given in zip(names, sources, strict=True) if given is not None)
+            raise _SettingError(name, str(error)) from None
+    if backend.tls_ca is not None:
+        file = update["tls_ca"] = _path(backend.tls_ca, folder)
+        try:
+            ssl.create_default_context(cafile=file)
+        except OSError as error:  # of which SSLError is one
+            reason = "no certificates" if isinstance(error, ssl.SSLError) else error.strerror
+            message = f'found "{backend.tls_ca}" ({reason}), allowed: a readable PEM file of certificates'
+            raise _SettingError("tls_ca", message) from None
+    return backend.model_copy(update=update)
+
+
+def _secret(
+    value: SecretStr | None, variable: str | None, file: str | None, folder: Path, env: Mapping[str, str]
+) -> SecretStr:
+    """A secret that the file holds, or points to by a variable or another file."""
+    if value is not None:
+        secret = value.get_secret_value()
+    elif variable is not None:
+        if variable not in env:
             raise ConfigError(
-                [f'found "{key.env}", which is not set, allowed: a variable that holds the key']
+                [f'found "{variable}", which is not set, allowed: a variable that holds the key']
             )
-        secret = env[key.env]
+        secret = env[variable]
     else:
-        file = str(key.file)
+        file = str(file)
         try:
             secret = (folder / Path(file).expanduser()).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -289,7 +327,7 @@ def _secret(key: Key, folder: Path, env: Mapping[str, str]) -> str:
         raise ConfigError(
             ["found a secret that no HTTP header can carry, allowed: printable ASCII without spaces"]
         )
-    return secret
+    return SecretStr(secret)
 
 
 def _with_paths(backend: Backend, folder: Path) -> Backend:
@@ -325,7 +363,10 @@ def dump(config: Config) -> str:
 
 def _shown(backend: dict[str, Any]) -> dict[str, Any]:
     if "url" in backend:
-        return {"name": backend["name"], "url": backend["url"]}
+        if "api_key_env" in backend or "api_key_file" in backend:
+            backend.pop("api_key", None)
+        access = ("name", "url", "api_key", "api_key_env", "api_key_file", "tls_ca")
+        return {name: backend[name] for name in access if name in backend}
     backend["env"] = {
         name: _HIDDEN if _SECRET_NAME.search(name) else value for name, value in backend["env"].items()
     }

@@ -35,7 +35,8 @@ Editors that know `configs/warmslot.schema.json` complete and check it: see the 
 Durations are seconds (`30`) or text (`"500ms"`, `"30s"`, `"5m"`, `"1h"`); sizes are bytes or text
 (`"32MiB"`).
 Relative paths start at the file's own folder. A backend has either a `model` (a llama-server is launched for
-it) or a `url` (a llama-server that runs already; no other setting but its name).
+it) or a `url` (a llama-server that runs already; beside its name only what it takes to
+be let in: `api_key…`, `tls_ca`).
 
 | setting | allowed | default | meaning |
 |---|---|---|---|

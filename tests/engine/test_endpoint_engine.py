@@ -261,6 +261,20 @@ async def test_what_embeddings_overwrite_is_not_counted_on(
         assert int(again.headers["x-warmslot-predicted-tokens"]) <= again.json()["timings"]["cache_n"] + 2
 
 
+async def test_an_engine_that_asks_for_a_key(start_engine: Callable[..., Awaitable[str]]) -> None:
+    url = await start_engine("-np", "2", "-c", "1024", "--api-key", "its-own", "--metrics", "--slots")
+    backend = {"name": "b0", "url": url, "api_key": "its-own"}
+    async with serving([Address(url, 2, 512)], ready=False, pool={"backends": [backend]}) as running:
+        await running.watcher.until(lambda watcher: ("b0", True) in watcher.changes)
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/apply-template"):
+            answer = await running.http.post(path, json=chat("hello", max_tokens=2))
+            assert answer.status_code == 200, answer.text
+        for path in ("/props", "/slots", "/backends/b0/metrics"):
+            assert (await running.http.get(path)).status_code == 200
+        direct = await running.http.get(f"{url}/props")
+        assert direct.status_code == 401
+
+
 KEYS = [{"name": "a", "value": "ka"}, {"name": "b", "value": "kb"}]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Awaitable, Callable
 
 _REASONS = {
@@ -121,15 +122,22 @@ class Connection:
 class HttpServer:
     """Listens on a free port and hands each request to ``handle``."""
 
-    def __init__(self, handle: Callable[[Connection, Received], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        handle: Callable[[Connection, Received], Awaitable[None]],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._handle = handle
+        self._tls = tls
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.Task[None], Connection] = {}
         self.port = 0
 
     async def listen(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Start to accept; the port is kept over :meth:`refuse` and another ``listen``."""
-        self._server = await asyncio.start_server(self._serve, host, port or self.port, limit=_LIMIT)
+        self._server = await asyncio.start_server(
+            self._serve, host, port or self.port, limit=_LIMIT, ssl=self._tls
+        )
         self.port = self._server.sockets[0].getsockname()[1]
 
     def refuse(self) -> None:

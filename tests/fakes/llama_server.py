@@ -25,6 +25,7 @@ from tests.fakes.http import Connection, HttpServer, Received
 from tests.fakes.slot_model import EngineRefusalError, SlotModel, Vocabulary, render
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable
 
 _SHAPES: dict[str, type[Shape]] = {
@@ -38,6 +39,9 @@ _SHAPES: dict[str, type[Shape]] = {
     "/v1/messages": Messages,
 }
 
+_OPEN = frozenset({"/health", "/v1/health", "/models", "/v1/models"})
+"""Routes that need no key."""
+
 
 class FakeLlamaServer:
     """One fake engine. Every attribute below that is not private may be read and set by tests at any time."""
@@ -50,6 +54,8 @@ class FakeLlamaServer:
         loading: bool = False,
         alias: str = "fake.gguf",
         answer_tokens: int = 16,
+        api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
         self.n_slots, self.context, self.alias = slots, context, alias
@@ -75,7 +81,10 @@ class FakeLlamaServer:
         self.model = SlotModel(slots, context)
         self.vocabulary = Vocabulary()
         self.log = log or (lambda _line: None)
-        self._http = HttpServer(self._handle)
+        self.api_key = api_key
+        """Asked for (``--api-key``) by all routes but those that tell of health and models."""
+        self._http = HttpServer(self._handle, tls)
+        self._scheme = "https" if tls else "http"
         self.tasks = 0
         self.waiting: list[asyncio.Future[None]] = []
         self.counts = dict.fromkeys(("prompt", "cached", "predicted", "decodes"), 0)
@@ -102,7 +111,7 @@ class FakeLlamaServer:
     @property
     def base_url(self) -> str:
         """Where clients find it."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self._scheme}://127.0.0.1:{self.port}"
 
     def refuse(self) -> None:
         """Accept no more connections, go on with those that are."""
@@ -169,6 +178,7 @@ class FakeLlamaServer:
         self.requests.append(request)
         self.changed()
         try:
+            self._refuse_strangers(request)
             self._refuse_while_loading()
             shape = _SHAPES.get(request.path) if request.method == "POST" else None
             if shape is not None:
@@ -191,6 +201,15 @@ class FakeLlamaServer:
             request.outcome = "error"
         finally:
             self.changed()
+
+    def _refuse_strangers(self, request: Received) -> None:
+        given = request.header("authorization") or request.header("x-api-key") or ""
+        if (
+            self.api_key is not None
+            and request.path not in _OPEN
+            and given.removeprefix("Bearer ") != self.api_key
+        ):
+            raise EngineRefusalError(401, "Invalid API Key", "authentication_error")
 
     def _refuse_while_loading(self) -> None:
         if self.loading:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from warmslot.router.config_file import ConfigError, load, parse
+import trustme
+from warmslot.router.config_file import ConfigError, dump, load, parse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -171,6 +172,21 @@ WRONG = {
         MINIMAL + "keys:\n  - name: ci\n    env: A\n    file: b\n",
         "f.yaml:7: keys[0]: found env and file, allowed: exactly one of value, env, file",
     ),
+    "two keys for one backend": (
+        MINIMAL.replace("model: demo", "url: http://h:1") + "        api_key: a\n        api_key_env: B\n",
+        (
+            "f.yaml:7: pools[0].backends[0].api_key_env: found beside api_key, "
+            "allowed: at most one of api_key, api_key_env, api_key_file"
+        ),
+    ),
+    "certificates for plain HTTP": (
+        MINIMAL.replace("model: demo", "url: http://h:1") + "        tls_ca: a\n",
+        ("f.yaml:6: pools[0].backends[0].tls_ca: found beside an http address, allowed: beside an https one"),
+    ),
+    "a remote key for a backend that is launched here": (
+        with_backend("api_key_env: A"),
+        "f.yaml:6: pools[0].backends[0].api_key_env: found beside model, allowed: only beside url",
+    ),
     "secret that is a number": (
         MINIMAL + "keys:\n  - name: ci\n    value: 12345678\n",
         "f.yaml:8: keys[0].value: found a value that is not shown, allowed: text",
@@ -309,6 +325,59 @@ def test_secrets_that_cannot_be_had(tmp_path: Path, key: str, message: str) -> N
     with pytest.raises(ConfigError) as caught:
         load(file, env={"EMPTY": ""})
     assert caught.value.lines == [f"{file}:8: {message}"]
+
+
+REMOTE = "pools:\n  - name: p\n    backends:\n      - name: b\n        url: https://box:1\n"
+
+
+def test_what_lets_the_router_in_at_a_remote_backend_is_resolved_and_hidden(tmp_path: Path) -> None:
+    trustme.CA().cert_pem.write_to_path(tmp_path / "ca.pem")
+    (tmp_path / "key").write_text("a-secret\n")
+    for source in ("api_key: a-secret", "api_key_env: BOX", "api_key_file: key"):
+        file = tmp_path / "c.yaml"
+        file.write_text(f"{REMOTE}        {source}\n        tls_ca: ca.pem\n")
+        config = load(file, env={"BOX": "a-secret"})
+        backend = config.pools[0].backends[0]
+        assert backend.api_key is not None
+        assert backend.api_key.get_secret_value() == "a-secret"
+        assert backend.tls_ca == str(tmp_path / "ca.pem")
+        shown = dump(config)
+        assert "a-secret" not in shown + repr(config)
+        assert ("**********" in shown) is (source == "api_key: a-secret")
+        assert "tls_ca: " in shown
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "api_key_env: MISSING",
+            'api_key_env: found "MISSING", which is not set, allowed: a variable that holds the key',
+        ),
+        (
+            "api_key: two words",
+            "api_key: found a secret that no HTTP header can carry, allowed: printable ASCII without spaces",
+        ),
+        (
+            "tls_ca: nowhere",
+            (
+                'tls_ca: found "nowhere" (No such file or directory), '
+                "allowed: a readable PEM file of certificates"
+            ),
+        ),
+        (
+            "tls_ca: c.yaml",
+            'tls_ca: found "c.yaml" (no certificates), allowed: a readable PEM file of certificates',
+        ),
+        ("api_key: 17", "api_key: found a value that is not shown, allowed: text"),
+    ],
+)
+def test_access_that_cannot_be_had(tmp_path: Path, setting: str, message: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{REMOTE}        {setting}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file, env={})
+    assert caught.value.lines == [f"{file}:6: pools[0].backends[0].{message}"]
 
 
 def test_a_missing_file_and_a_binary_one(tmp_path: Path) -> None:
