@@ -31,6 +31,7 @@ VALUES = {
     "route": ("chat", "completion"),
     "slot": ("0", "1", "2", "3"),
     "slots": ("1", "2", "4", "8", "16", "32", "unbounded"),
+    "source": ("slot", "host_ram"),
 }
 BUCKETS = {"prompt_length_tokens": ("256", "1024", "8192", "+Inf")}
 USUAL_BUCKETS = ("0.25", "1", "4", "15", "+Inf")
