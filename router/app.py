@@ -23,6 +23,7 @@ from .masks import Treatment
 from .metrics import Metrics
 from .pages import EngineMetrics, Healthy, Models, OwnMetrics
 from .passthrough import Passthrough
+from .pool_pages import Adapters, Props
 from .pools import Pools
 from .quota import Quota
 from .settling import Timing
@@ -99,6 +100,8 @@ def create_app(
         Path("/metrics", OwnMetrics(shop), methods=["GET"]),
         Path("/backends/{name}/metrics", EngineMetrics(shop), methods=["GET"]),
         *_live_page(dispatcher, live),
+        Path("/props", Props(shop), methods=["GET"]),
+        Path("/lora-adapters", Adapters(shop), methods=["POST"]),
         Path("/slots", Slots(shop), methods=["GET"]),
         Path("/slots/{slot}", SlotAction(shop, allowed=config.endpoint.slot_actions), methods=["POST"]),
         Path("/{path:path}", Passthrough(shop, unknown=config.endpoint.unknown_routes == "pass")),

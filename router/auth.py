@@ -26,6 +26,9 @@ OPEN_PATHS = frozenset({"/health", "/v1/health", "/ui"})
 ADMIN_PATHS = ("/metrics", "/backends/", "/slots", "/ui")
 """Where these begin a path, it tells of all clients or acts on all."""
 
+ADMIN_POSTS = frozenset({"/lora-adapters"})
+"""Where a ``POST`` acts on all clients, though to read is harmless."""
+
 
 class KeyCheck:
     """ASGI wrapper that answers 401 unless the request carries one of ``keys`` (name -> secret).
@@ -46,9 +49,10 @@ class KeyCheck:
                 await Client(scope, receive, send).refuse(errors.bad_key())
                 return
             use = self._uses.get(name or "", "all")
-            admin = scope["path"].startswith(ADMIN_PATHS)
+            path = scope["path"]
+            admin = path.startswith(ADMIN_PATHS) or (scope["method"] == "POST" and path in ADMIN_POSTS)
             if name is not None and use != "all" and admin is (use == "requests"):
-                what = "metrics, slots and the live page" if admin else "requests to models"
+                what = "metrics, slots, adapters and the live page" if admin else "requests to models"
                 await Client(scope, receive, send).refuse(errors.forbidden(what))
                 return
             scope[CLIENT] = name or ANYONE

@@ -258,7 +258,8 @@ class Key(Section):
     file: str | None = Field(default=None, min_length=1)
     """File that holds the secret (surrounding white space is dropped)."""
     use: Literal["all", "requests", "admin"] = "all"
-    """What it opens: everything, requests to models only, or only metrics, slots and the live page."""
+    """What it opens: everything, requests to models only, or only metrics, slots, adapters
+    and the live page."""
     in_flight: int | None = Field(default=None, ge=1, le=1_000_000)
     """Requests of this key that may run at once; further ones wait."""
     queued: int | None = Field(default=None, ge=0, le=1_000_000)

@@ -105,6 +105,9 @@ class Core(Protocol):
     def doubt(self, backend: str, slots: Iterable[int]) -> None:
         """What these slots hold is changed by something that is no request; leased ones are left alone."""
 
+    def outdate(self, backend: str) -> None:
+        """What a backend holds is of no use to any request to come; no lease may be out on it."""
+
     def unobserved(self, backend: str) -> None:
         """The engine's ``/slots`` tells nothing any more: no slot is taken to be somebody else's."""
 
@@ -316,6 +319,25 @@ class RouterCore:
             slot = residency.slots.get(SlotRef(backend, index))
             if slot is not None and slot.request is None:
                 residency.doubt(slot.ref)
+
+    def outdate(self, backend: str) -> None:
+        """Its slots hold something, but nothing that is recognised again; so does its cache in host memory.
+
+        What more slots would have kept is imagined anew as well: the same befalls the pool's other backends.
+        """
+        state = self._backends.get(backend)
+        if state is None:
+            return
+        pool = self._pools[state.pool]
+        for index in range(state.slots):
+            ref = SlotRef(backend, index)
+            slot = pool.residency.slots[ref]
+            if slot.request is None:
+                pool.lose(slot.held if slot.known else None, Loss.RESTARTED)
+                pool.residency.hold(ref, None, known=slot.known and slot.held is None)
+        if state.host is not None:
+            state.host.forget()
+        pool.shadow.forget()
 
     def unobserved(self, backend: str) -> None:
         """The engine does not say any more what its slots do: none is taken to be somebody else's."""

@@ -342,6 +342,10 @@ class Dispatcher:
         """What these idle slots of a backend hold is not known any more, until it is observed."""
         self._core.doubt(name, slots)
 
+    def outdated(self, name: str) -> None:
+        """What a backend holds was made with other adapters: no request to come can use it."""
+        self._core.outdate(name)
+
     def position(self, request_id: str) -> tuple[int, float] | None:
         """Place in the queue (0 = next) and about how many seconds are before it; ``None`` if not queued."""
         return self._core.position(request_id)

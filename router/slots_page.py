@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from .backends import Backend
+    from .dispatcher import Dispatcher
     from .generation import Shop
 
 _FRESH = 2.0
@@ -121,13 +122,15 @@ class SlotAction:
     def _backend(self, query: dict[str, list[str]]) -> Backend:
         dispatcher = self._shop.dispatcher
         named = query.get("backend")
-        if named is None:
-            found = next(
-                iter(dispatcher.pools[self._shop.pools.of_model(query.get("model", [None])[0])]), None
-            )
-        else:
-            found = dispatcher.backend(named[0])
-        if found is None:
-            names = [one.name for backends in dispatcher.pools.values() for one in backends]
-            raise errors.invalid(f"backend: not known, allowed: {', '.join(names)}")
-        return found
+        if named is not None:
+            return backend_named(dispatcher, named[0])
+        return next(iter(dispatcher.pools[self._shop.pools.of_model(query.get("model", [None])[0])]))
+
+
+def backend_named(dispatcher: Dispatcher, name: str) -> Backend:
+    """A backend by the name in a query. Raises 400 that lists those that exist."""
+    found = dispatcher.backend(name)
+    if found is None:
+        names = [one.name for backends in dispatcher.pools.values() for one in backends]
+        raise errors.invalid(f"backend: not known, allowed: {', '.join(names)}")
+    return found

@@ -16,6 +16,7 @@ agrees with the real engine on status, shape, framing, headers and token arithme
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any, Self
 
 from tests.fakes.answers import Chat, Completions, Infill, Messages, Native, Responses, Shape
@@ -71,6 +72,8 @@ class FakeLlamaServer:
         """Break the connection off after so many tokens (once)."""
         self.fail_after: int | None = None
         """Fatal decode error after so many tokens (once): every processing slot is cleared."""
+        self.adapters: list[dict[str, Any]] = []
+        """What ``/lora-adapters`` lists: objects with ``id`` and ``scale``."""
         self.missing: set[str] = set()
         """What this build lacks: ``slots``, ``metrics``, ``props``, ``apply-template``, ``timings``,
         ``usage``, or the name of a field of ``/slots`` elements."""
@@ -224,6 +227,8 @@ class FakeLlamaServer:
             "GET /slots": self._slots,
             "GET /metrics": self._metrics,
             "GET /v1/models": self._models,
+            "GET /lora-adapters": lambda: self.adapters,
+            "POST /lora-adapters": lambda: self._scale(request),
             "POST /apply-template": lambda: {"prompt": render(body_of(request))},
             "POST /tokenize": lambda: {"tokens": self.vocabulary.encode(body_of(request).get("content", ""))},
             "POST /detokenize": lambda: {
@@ -265,6 +270,19 @@ class FakeLlamaServer:
             return {"id_slot": number, "n_erased": count}
         slot.tokens = self.vocabulary.encode("restored") if action == "restore" else slot.tokens
         return {"id_slot": number, "filename": "x", f"n_{action}d": len(slot.tokens)}
+
+    def _scale(self, request: Received) -> Any:
+        """As the engine: those that are not named are switched off, and slots are cleared when next used."""
+        told = json.loads(request.body)
+        if not isinstance(told, list):
+            raise EngineRefusalError(400, "Request body must be an array")
+        scales = {one["id"]: one["scale"] for one in told}
+        if scales.keys() - {one["id"] for one in self.adapters}:
+            raise EngineRefusalError(400, "invalid adapter id")
+        for one in self.adapters:
+            one["scale"] = scales.get(one["id"], 0.0)
+        self.model.outdated = {slot.id for slot in self.model.slots}
+        return {"success": True}
 
     def _models(self) -> Any:
         meta = {"n_ctx": self.context, "n_ctx_train": 8192}

@@ -141,6 +141,8 @@ class SlotModel:
     def __init__(self, slots: int, context: int) -> None:
         self.slots = [Slot(number, context) for number in range(slots)]
         self.tick = 0
+        self.outdated: set[int] = set()
+        """Slots that were computed with other adapters: cleared when they are used next."""
 
     def select(self, tokens: Sequence[int], wanted: object) -> tuple[Slot | None, str]:
         """The slot for a prompt and how it was found; ``None`` where the request must be deferred."""
@@ -161,7 +163,8 @@ class SlotModel:
 
     def launch(self, slot: Slot, task: int, tokens: Sequence[int], *, keep: bool) -> None:
         """Begin a prompt on an idle slot: cut it back to what the prompt shares with it."""
-        shared = common_prefix(slot.tokens, tokens) if keep else 0
+        shared = common_prefix(slot.tokens, tokens) if keep and slot.id not in self.outdated else 0
+        self.outdated.discard(slot.id)
         # The last token is always evaluated: its logits are needed.
         slot.cached = min(shared, len(tokens) - 1)
         slot.tokens = list(tokens[: slot.cached])
