@@ -41,6 +41,8 @@ class Backend:
     watch: HealthWatch | None = None
     draining: bool = False
     """It finishes what runs on it and gets nothing new."""
+    copies_pay: bool | None = None
+    """What was last said of its prompt cache in host memory: whether it saves time."""
 
     @property
     def up(self) -> bool:

@@ -16,7 +16,7 @@ from . import losses
 from .host_tier import NOTHING, HostTier
 from .pool_state import Active, Backend, Contents, Pool
 from .scheduler import CoreSettings, Waiting
-from .values import Decision, Lease, Loss, Report, Route, SlotRef, SlotView, Status
+from .values import Decision, HostMemoryView, Lease, Loss, Report, Route, SlotRef, SlotView, Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -119,6 +119,9 @@ class Core(Protocol):
 
     def slots(self) -> list[SlotView]:
         """Every slot of every backend, for status pages and metrics."""
+
+    def host_memory(self, backend: str) -> HostMemoryView | None:
+        """The engine's prompt cache in host memory; ``None`` if it has none or is not up."""
 
 
 class RouterCore:
@@ -263,6 +266,7 @@ class RouterCore:
         tokens = cached + processed + outcome.output_tokens if told else None
         pool.sessions.release(waiting.session, now, tokens)
         host_tokens = _from_host(active, outcome, cached) if told else 0
+        _learn_copy(active, outcome, host_tokens)
         shadow: dict[str, int] = {}
         if self._backends.get(backend.name) is backend:
             self._settle(pool, active, outcome, now)
@@ -370,6 +374,20 @@ class RouterCore:
         """Every slot of every backend."""
         return [_view(pool, slot) for pool in self._pools.values() for slot in pool.residency.slots.values()]
 
+    def host_memory(self, backend: str) -> HostMemoryView | None:
+        """The engine's prompt cache in host memory; ``None`` if it has none or is not up."""
+        state = self._backends.get(backend)
+        if state is None or state.host is None:
+            return None
+        rates, seen = state.rates, state.rates.copies_pay
+        return HostMemoryView(
+            entries=len(state.host),
+            tokens=state.host.tokens,
+            copy_seconds=None if seen is None else rates.copy_rate,
+            prefill_seconds=rates.prefill_rate(0),
+            pays=seen,
+        )
+
     # Inside
 
     def _lease(self, pool: Pool, waiting: Waiting, choice: Choice, now: float) -> Lease:
@@ -415,6 +433,9 @@ class RouterCore:
             active.gone_tokens, active.gone_reason = max(held, gone_tokens), Loss.RESTARTED
         elif (carried := pool.carried_tokens(waiting, lease.prompt_tokens)) > max(held, gone_tokens):
             active.gone_tokens, active.gone_reason = carried, Loss.RESTARTED
+        filling = [other for other in backend.active.values() if other.decoding_since is None]
+        for other in filling:
+            other.beside = active.beside = True
         for taken in (ref, *others):
             state = residency.slots[taken]
             state.request, state.last_used = request.id, now
@@ -530,6 +551,16 @@ def _from_host(active: Active, outcome: Outcome, cached: int) -> int:
         host.missed(exchange)
         return 0
     return max(0, cached - active.held_tokens)
+
+
+def _learn_copy(active: Active, outcome: Outcome, host_tokens: int) -> None:
+    """How long copying to host memory and back took: the time to the first token, less the prefill."""
+    backend, since, exchange = active.backend, active.decoding_since, active.exchange
+    if backend.host is None or since is None or active.beside or outcome.status is not Status.OK:
+        return
+    if exchange.loaded is not None and not host_tokens:
+        return  # it was not there
+    backend.rates.saw_copy(exchange.moved, since - active.lease.granted - outcome.prefill_seconds)
 
 
 def _fifo(waiting: Waiting) -> float:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from .core import Contents, Core, CoreSettings
     from .observer import Observer
-    from .values import HostMemory, Lease, Report, Request, SlotObservation, SlotView
+    from .values import HostMemory, HostMemoryView, Lease, Report, Request, SlotObservation, SlotView
 
 log = logging.getLogger("warmslot.router")
 
@@ -217,6 +217,10 @@ class Dispatcher:
     def slots(self) -> list[SlotView]:
         """Every slot, as the core sees it."""
         return self._core.slots()
+
+    def host_memory(self, name: str) -> HostMemoryView | None:
+        """The prompt cache in host memory of one backend's engine, if it has one and is up."""
+        return self._core.host_memory(name)
 
     def waiting(self) -> list[Request]:
         """Requests that wait for a lease, in the order of their arrival."""
@@ -467,6 +471,7 @@ class Dispatcher:
         del self._held[lease.request.id]
         held.life.remove(held)
         report = self._core.finish(lease.request.id, outcome, now)
+        self._judge(self._backends[lease.slot.backend])
         for observer in self._observers:
             observer.finished(lease, report, outcome, now)
         self._demand(lease.request, -1)
@@ -477,6 +482,18 @@ class Dispatcher:
         if doubtful and self._backends[lease.slot.backend].life is held.life:
             held.life.want()
         return report
+
+    def _judge(self, backend: Backend) -> None:
+        """Say whether an engine's cache in host memory saves time, once that is known and when it changes."""
+        seen = self._core.host_memory(backend.name)
+        if seen is None or seen.pays is None or seen.copy_seconds is None or seen.pays is backend.copies_pay:
+            return
+        backend.copies_pay = seen.pays
+        log.info(
+            "backend %s: cache_ram %s: 1,000 tokens are saved and loaded in %.3f s and computed in %.3f s",
+            *(backend.name, "pays" if seen.pays else "does not pay"),
+            *(2000 * seen.copy_seconds, 1000 * seen.prefill_seconds),
+        )
 
     def _release(self, held: Held, outcome: Outcome) -> Report:
         report = self._take_back(held, outcome)

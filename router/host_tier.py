@@ -79,6 +79,28 @@ class Held(NamedTuple):
     tokens: int
 
 
+class Swap(NamedTuple):
+    """What giving a slot to a prompt would move. Counts are tokens."""
+
+    saves: bool
+    """Whether what the slot holds is kept in host memory."""
+    kept: int
+    """What a loaded entry would share with the prompt; 0 = none is loaded."""
+    moved: int
+    """Whose KV is copied, in either direction."""
+
+
+class Seen(NamedTuple):
+    """What a queued request knows of a tier: the matches of its prompt at one epoch."""
+
+    tier: HostTier
+    epoch: int
+    matches: tuple[Match, ...]
+
+
+NO_SWAP: Final = Swap(saves=False, kept=0, moved=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """What a request does to the cache and its slot before its prefill. ``moved``: tokens copied."""
@@ -184,6 +206,15 @@ class HostTier:
     def keeps(self, tokens: int) -> bool:
         """Whether a context of this length is kept when its slot is overwritten."""
         return tokens > 0 and self._size_of(tokens) <= self._limit and tokens <= self._most_tokens
+
+    def foresee(self, matches: Iterable[Match], held: Held, prompt_tokens: int) -> Swap:
+        """What :meth:`exchange` would move for a prompt with these ``matches`` on a slot, room permitting."""
+        if not searches(held, prompt_tokens):
+            return NO_SWAP
+        saves = self.keeps(held.tokens)
+        found = pick(matches, held)
+        moved = (held.tokens if saves else 0) + (found.tokens if found is not None else 0)
+        return Swap(saves, found.kept if found is not None else 0, moved)
 
     # What it does
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from .dispatcher import Dispatcher
     from .settling import Held
-    from .values import Lease, Outcome, Report, Request, SlotView
+    from .values import HostMemoryView, Lease, Outcome, Report, Request, SlotView
 
 WIDTH = 15.0
 """Seconds that one column of the page's history covers."""
@@ -184,6 +184,7 @@ class Live:
                     "restarts": self._restarts[backend.name],
                     "slots": [self._slot(view, held) for view in slots.get(backend.name, ())],
                     "sums": self._sums(backend.name, now),
+                    "host_memory": _host_memory(dispatcher.host_memory(backend.name)),
                 }
                 for pool, backends in dispatcher.pools.items()
                 for backend in backends
@@ -271,6 +272,10 @@ class Live:
                 if number is None:
                     return
                 self._groups[group] = number
+
+
+def _host_memory(seen: HostMemoryView | None) -> dict[str, Any] | None:
+    return None if seen is None else {"contexts": seen.entries, "tokens": seen.tokens, "pays": seen.pays}
 
 
 def _tag(session: str) -> str:

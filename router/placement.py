@@ -1,7 +1,8 @@
 """Which slot serves a prompt, and what that costs in seconds. Pure.
 
 Each slot is priced: the prefill of what it does not hold, plus what overwriting it destroys, plus the wait
-until it is idle. What is destroyed is
+until it is idle. Where the engine keeps contexts in host memory as well, what it would load from there need
+not be computed and what it saves there is not destroyed; what copying costs is paid instead. Destroyed is
 
 * for a request that waits now and would have run on that slot: the extra prefill that it will need, exactly;
 * otherwise the part of the content that only this slot holds, times the chance that it is asked for again.
@@ -13,9 +14,11 @@ The caller gives the facts of every slot in question; nothing here knows how the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from .host_tier import NO_SWAP, Swap
 from .values import Candidate, Decision, SlotRef
 
 if TYPE_CHECKING:
@@ -54,6 +57,8 @@ class SlotFacts:
     last_used: float
     rates: Rates
     demands: Sequence[Demand] = ()
+    restore_seconds: float = math.inf
+    """To load what it holds from the engine's host memory again, if it was saved there."""
     busy_seconds: float = 0.0
     """Expected time until the slot is idle; of an idle one, what a request loses by others that run there."""
 
@@ -64,6 +69,9 @@ class Offer(NamedTuple):
     slot: SlotFacts
     match_tokens: int
     idle: bool
+    swap: Swap = NO_SWAP
+    """What the engine would copy from and to its host memory for it, and ``copy_seconds``: for how long."""
+    copy_seconds: float = 0.0
 
 
 class Ask(NamedTuple):
@@ -105,34 +113,41 @@ def _kept(slot: SlotFacts, match_tokens: int) -> int:
     return max(match_tokens + 1, slot.shared_tokens)
 
 
-def tail_seconds(slot: SlotFacts, match_tokens: int) -> float:
-    """Seconds to compute again what only this slot holds and the prompt would overwrite."""
+def tail_seconds(slot: SlotFacts, match_tokens: int, *, saved: bool = False) -> float:
+    """Seconds to have again what only this slot holds and the prompt would overwrite.
+
+    ``saved``: the engine keeps it in host memory, so that it need not be computed.
+    """
     kept = _kept(slot, match_tokens)
-    return slot.rates.prefill_seconds(kept, slot.asked_tokens) if slot.asked_tokens > kept else 0.0
+    seconds = slot.rates.prefill_seconds(kept, slot.asked_tokens) if slot.asked_tokens > kept else 0.0
+    return min(seconds, slot.restore_seconds) if saved else seconds
 
 
-def loss_seconds(slot: SlotFacts, match_tokens: int, ask: Ask) -> float:
-    """What overwriting the slot beyond the match destroys, in expected seconds."""
+def loss_seconds(slot: SlotFacts, match_tokens: int, ask: Ask, *, saved: bool = False) -> float:
+    """What overwriting the slot beyond the match destroys, in expected seconds. ``saved``: as above."""
     demanded = 0.0
     for demand in slot.demands:
         left = max(demand.elsewhere_tokens, match_tokens)
         if demand.match_tokens > left and demand.request != ask.request:
             demanded = max(demanded, slot.rates.prefill_seconds(left, demand.match_tokens))
+    if saved:
+        demanded = min(demanded, slot.restore_seconds)
     own = slot.session == ask.session
     weight = ask.rollback_chance if own else slot.return_chance * ask.turns
-    tail = tail_seconds(slot, match_tokens) * weight if weight else 0.0
+    tail = tail_seconds(slot, match_tokens, saved=saved) * weight if weight else 0.0
     return max(demanded, tail)
 
 
 def price(offer: Offer, ask: Ask) -> Candidate:
     """What serving a request on one slot costs, in seconds."""
-    slot, match, idle = offer
+    slot, match, idle, swap, copying = offer
+    reused = max(match, min(swap.kept, ask.prompt_tokens - 1))
     return Candidate(
         slot=slot.ref,
         idle=idle,
         match_tokens=match,
-        prefill_seconds=slot.rates.prefill_seconds(match, ask.prompt_tokens),
-        loss_seconds=loss_seconds(slot, match, ask),
+        prefill_seconds=slot.rates.prefill_seconds(reused, ask.prompt_tokens) + copying,
+        loss_seconds=loss_seconds(slot, match, ask, saved=swap.saves),
         wait_seconds=slot.busy_seconds,
     )
 
@@ -187,5 +202,5 @@ def choose(offers: Sequence[Offer], ask: Ask, *, patient: bool) -> Choice | None
         cost=best.prefill_seconds + best.loss_seconds,
         candidates=tuple(candidate for candidate, _ in priced),
         hold=hold,
-        tail_seconds=tail_seconds(taken.slot, best.match_tokens),
+        tail_seconds=tail_seconds(taken.slot, best.match_tokens, saved=taken.swap.saves),
     )

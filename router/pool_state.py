@@ -7,12 +7,13 @@ scheduling decide on. Matches of queued requests are kept and only looked up aga
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from . import placement, scheduler
 from .history import History
-from .host_tier import NOTHING, Exchange
+from .host_tier import NO_SWAP, NOTHING, Exchange, Held, Seen, Swap, length_of
 from .placement import Ask, Choice, Demand, Offer, SlotFacts
 from .rates import Rates
 from .residency import Residency
@@ -115,6 +116,8 @@ class Active:
     prefill_seconds: float
     exchange: Exchange = NOTHING
     """What the engine's prompt cache in host memory is to save and load for it."""
+    beside: bool = False
+    """Another prompt was computed between its grant and its first token."""
     decoding_since: float | None = None
     crowd: float = 0.0
     stalled: float = 0.0
@@ -207,7 +210,10 @@ class Pool:
         """
         epoch = self.residency.epoch
         changed: dict[int, list[_Changed]] = {}
+        hosts = [(name, backend.host) for name, backend in self.backends.items() if backend.host is not None]
         for waiting in self.waiting.values():
+            for name, host in hosts:
+                self._look_at_host(waiting, name, host)
             if waiting.epoch == epoch:
                 continue
             if waiting.epoch not in changed:
@@ -220,6 +226,20 @@ class Pool:
                 self.resolve(waiting, matter)
                 if waiting.second_bytes < second - BLOCK:  # what was no match for the two best may be one now
                     self.resolve(waiting, list(waiting.stale))
+
+    def _look_at_host(self, waiting: Waiting, name: str, host: HostTier) -> None:
+        """Find what a backend's host memory has of a queued request's prompt, if that may have changed."""
+        prompt = waiting.request.prompt
+        seen = waiting.host.get(name)
+        if seen is not None and seen.tier is host:
+            if seen.epoch == host.epoch:
+                return
+            if not host.changed(seen.epoch, prompt, seen.matches):
+                waiting.host[name] = seen._replace(epoch=host.epoch)
+                return
+        matches = host.matches(prompt) if waiting.request.keeps_prefix else ()
+        waiting.host[name] = Seen(host, host.epoch, matches)
+        self._estimate(waiting)
 
     def _as_it_is(self, ref: SlotRef) -> _Changed:
         slot = self.residency.slots.get(ref)
@@ -265,6 +285,7 @@ class Pool:
         if name is not None:
             rates = self.backends[name].rates
             waiting.prefill_seconds = rates.prefill_seconds(waiting.best_tokens, waiting.prompt_tokens)
+            waiting.prefill_seconds = min(waiting.prefill_seconds, self._loaded_seconds(waiting))
             waiting.full_seconds = rates.prefill_seconds(0, waiting.prompt_tokens)
             waiting.waste = scheduler.waste(waiting.prefill_seconds, waiting.full_seconds)
             waiting.rank = scheduler.rank(waiting, waiting.waste)
@@ -276,6 +297,18 @@ class Pool:
             waiting.spread_seconds = rates.decode_seconds(
                 spread if allowed is None else min(spread, allowed - output)
             )
+
+    def _loaded_seconds(self, waiting: Waiting) -> float:
+        """What it takes at least to serve a request from a backend's host memory, copying included."""
+        return min(
+            (
+                self.backends[name].rates.loaded_seconds(match.tokens, match.kept, waiting.prompt_tokens)
+                for name, seen in waiting.host.items()
+                if name in self.backends
+                for match in seen.matches
+            ),
+            default=math.inf,
+        )
 
     def _reusable(self, waiting: Waiting, ref: SlotRef, shared: int) -> int:
         """Prompt tokens that the engine is expected to reuse on a slot that shares ``shared`` bytes."""
@@ -503,8 +536,19 @@ class _View:
             idle = ref in self._idle and self._fits(waiting.request, ref.backend)
             if idle and patient:
                 idle = self._worth_it(waiting, ref.backend, match)
-            offers.append(Offer(self._facts(ref), match, idle))
+            swap = self._swap(waiting, ref, match)
+            copying = pool.backends[ref.backend].rates.copy_seconds(swap.moved)
+            offers.append(Offer(self._facts(ref), match, idle, swap, copying))
         return placement.choose(offers, ask, patient=patient)
+
+    def _swap(self, waiting: Waiting, ref: SlotRef, match_tokens: int) -> Swap:
+        """What the engine would copy from and to host memory to serve a request on a slot."""
+        host, slot = self._pool.backends[ref.backend].host, self._pool.residency.slots[ref]
+        if host is None or slot.held is None or not slot.known or not waiting.request.pinned:
+            return NO_SWAP
+        seen = waiting.host.get(ref.backend)
+        matches = seen.matches if seen is not None and seen.tier is host else ()
+        return host.foresee(matches, Held(match_tokens, length_of(slot.held)), waiting.prompt_tokens)
 
     def linger(self, waiting: Waiting, choice: Choice) -> float:
         """Seconds for which the chosen slot should still be kept for its own conversation."""
@@ -567,6 +611,7 @@ class _View:
             return_chance=pool.sessions.chance(slot.session) if asked and slot.request is None else 0.0,
             last_used=slot.last_used,
             rates=backend.rates,
+            restore_seconds=backend.rates.copy_seconds(slot.resident_tokens),
             demands=self._demands.get(ref, ()),
             busy_seconds=self._backlog.get(ref.backend, 0.0)
             if slot.request is None

@@ -31,6 +31,13 @@ _SHORT = 128
 """Prefills of fewer tokens tell what a prefill costs at least, not what a token costs."""
 _FIXED_PULL, _FIXED_STEP = 0.1, 0.05
 
+_COPY_PRIOR = 0.5
+"""What moving a token to host memory or back is taken to cost until it was seen, in prefills of one token."""
+_COPY_MEMORY = 100_000
+_COPY_PULL = 0.1
+_UNSURE = 0.8, 1.25
+"""Copying there and back, as a share of computing, between which what was said of it last stands."""
+
 _MEMORY = 20_000
 """Tokens after which an observation has lost about two thirds of its weight."""
 
@@ -101,6 +108,11 @@ class Rates:
     _steps: _Steps = field(default_factory=_Steps)
     _fixed: float = 0.0
     """Seconds that a prefill takes however short it is."""
+    _copies: _Mean = field(default_factory=_Mean)
+    _before: float = 0.0
+    """Seconds from a grant to the first token beside the prefill, where nothing is copied."""
+    copies_pay: bool | None = None
+    """Whether saving and loading a context takes less time than computing it; None: not seen yet."""
     _curve: list[tuple[float, float]] = field(default_factory=list)
     """Of each block, as far as asked for since the last lesson: seconds for all before it, and its rate."""
 
@@ -125,6 +137,33 @@ class Rates:
         seconds, rate = curve[last]
         skipped, first_rate = curve[first]
         return seconds + end % BLOCK_TOKENS * rate - skipped - start % BLOCK_TOKENS * first_rate
+
+    @property
+    def copy_rate(self) -> float:
+        """Seconds per token to move a context to host memory or back."""
+        seen = self._copies.rate
+        return seen if seen is not None else _COPY_PRIOR * self.prefill_rate(0)
+
+    def copy_seconds(self, tokens: int) -> float:
+        """Seconds to move a context of ``tokens`` to host memory or back."""
+        return tokens * self.copy_rate
+
+    def loaded_seconds(self, tokens: int, kept: int, end: int) -> float:
+        """Seconds to load a context of ``tokens`` and to compute ``[kept, end)``, the last token at least."""
+        return self.copy_seconds(tokens) + self.prefill_seconds(min(kept, end - 1), end)
+
+    def saw_copy(self, moved: int, seconds: float) -> None:
+        """Between its grant and its first token a request took ``seconds`` beside its prefill.
+
+        ``moved`` tokens were copied in that time; with none of them, it is what every request takes.
+        """
+        if moved > 0:
+            self._copies.add(max(0.0, seconds - self._before), moved, _COPY_MEMORY)
+            share = 2 * self.copy_rate / self.prefill_rate(0)
+            if self.copies_pay is None or not _UNSURE[0] <= share <= _UNSURE[1]:
+                self.copies_pay = share < 1.0
+        else:
+            self._before += (max(0.0, seconds) - self._before) * (_COPY_PULL if self._before else 1.0)
 
     def step_seconds(self, busy: float) -> float:
         """Seconds that one decoding step takes, a token for each of ``busy`` requests."""

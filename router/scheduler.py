@@ -28,6 +28,7 @@ from .values import Priority
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from .host_tier import Seen
     from .placement import Choice, Demand
     from .values import Request, SlotRef
 
@@ -103,6 +104,8 @@ class Waiting:
     """Rank by what is known without pricing: what it costs on its best slot, if that destroys nothing."""
     rank: tuple[bool, float, int] = (False, 0.0, 0)
     """By priority, then ``waste``, then the youngest first."""
+    host: dict[str, Seen] = field(default_factory=dict)
+    """What each backend with a cache in host memory has of its prompt there."""
     demand: Demand | None = None
     """What it would lose if its best slot were overwritten."""
     choice: Choice | None = None

@@ -251,6 +251,21 @@ class HostMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class HostMemoryView:
+    """What is in an engine's prompt cache in host memory, and whether that saves time. Seconds are per token.
+
+    ``pays``: saving a context and loading it again takes less time than computing it. It and ``copy_seconds``
+    are ``None`` until copies were seen; of prefill the fastest part counts, the start of a prompt.
+    """
+
+    entries: int
+    tokens: int
+    copy_seconds: float | None
+    prefill_seconds: float
+    pays: bool | None
+
+
+@dataclass(frozen=True, slots=True)
 class SlotObservation:
     """One element of the engine's ``/slots``; ``None`` where the field was absent."""
 

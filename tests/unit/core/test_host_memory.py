@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from warmslot.router.core import CoreSettings, RouterCore
+from warmslot.router.placement import Ask, Demand, SlotFacts, loss_seconds
+from warmslot.router.rates import Rates
 from warmslot.router.values import (
     HostMemory,
     Lease,
@@ -16,6 +18,7 @@ from warmslot.router.values import (
     Request,
     Route,
     SlotObservation,
+    SlotRef,
     Status,
 )
 
@@ -114,3 +117,83 @@ def test_losses_add_up_and_parts_stay_within_the_whole(data: st.DataObject) -> N
         _, report = serve(core, str(number), text, cached=told)
         assert sum(report.losses.values()) == report.processed_tokens
         assert 0 <= report.host_tokens <= report.cached_tokens
+
+
+def timed(core: RouterCore, name: str, text: bytes, copying: float, *, slot: int | None = None) -> Lease:
+    """Served as by an engine that copies for ``copying`` seconds before it computes at 1,000 tokens/s."""
+    now, total = float(name), len(text) // 4
+    core.submit(Request(id=name, prompt=Prompt.of(text, tokens=total), pool="p", arrived=now), now)
+    (lease,) = core.grant(now)
+    assert slot is None or lease.slot.slot == slot
+    processed = max(1, total - lease.predicted_tokens)
+    prefill = processed / 1000
+    core.first_token(name, now + copying + prefill)
+    outcome = Outcome(Status.OK, total - processed, processed, output_tokens=1, prefill_seconds=prefill)
+    core.finish(name, outcome, now + copying + prefill)
+    return lease
+
+
+def test_it_says_whether_copying_pays_once_it_was_seen() -> None:
+    for copying, pays in ((0.01, True), (2.0, False)):
+        core = make()
+        timed(core, "1", ALPHA, 0.0)
+        view = core.host_memory("a")
+        assert view is not None
+        assert (view.entries, view.pays, view.copy_seconds) == (0, None, None)
+        timed(core, "10", BETA, copying)
+        timed(core, "20", ALPHA + b"and on", copying)
+        view = core.host_memory("a")
+        assert view is not None
+        assert view.entries > 0
+        assert view.pays is pays
+    core.backend_down("a", 30.0)
+    assert core.host_memory("a") is None
+    assert RouterCore({}).host_memory("a") is None
+
+
+def first_token_seconds(copying: float) -> float:
+    """What a prompt that is in host memory is priced at, where copying takes so long."""
+    core = make()
+    for number, text in enumerate((ALPHA, BETA, ALPHA, BETA), 1):
+        timed(core, str(10 * number), text, copying if number > 1 else 0.0)
+    prompt = Prompt.of(ALPHA + b"more", tokens=len(ALPHA) // 4 + 1)
+    core.submit(Request(id="x", prompt=prompt, pool="p", arrived=99.0), 99.0)
+    (lease,) = core.grant(99.0)
+    (only,) = lease.candidates
+    return only.prefill_seconds
+
+
+def test_what_is_in_host_memory_is_priced_by_copying_and_not_by_prefill() -> None:
+    assert 0.02 < first_token_seconds(0.02) < 0.05  # 0.3 s, had it to be computed
+    assert first_token_seconds(5.0) == pytest.approx(250 * first_token_seconds(0.02), rel=0.05)
+
+
+def test_what_is_saved_when_it_is_overwritten_costs_no_more_than_loading_it_again() -> None:
+    rates = Rates()
+    rates.saw_prefill(0, 10_000, 10.0)
+    slot = SlotFacts(SlotRef("a", 0), "other", 1000, 0, 1.0, 0.0, rates, restore_seconds=0.2)
+    demand = Demand("waiting", match_tokens=1000, elsewhere_tokens=0)
+    ask = Ask("x", "mine", 500, rollback_chance=0.0, turns=2.0)
+    lost = loss_seconds(slot, 0, ask)
+    assert lost == pytest.approx(2 * rates.prefill_seconds(1, 1000))
+    assert loss_seconds(slot, 0, ask, saved=True) == pytest.approx(2 * 0.2)
+    slot.demands, slot.return_chance = [demand], 0.0
+    assert loss_seconds(slot, 0, ask) == pytest.approx(rates.prefill_seconds(0, 1000))
+    assert loss_seconds(slot, 0, ask, saved=True) == pytest.approx(0.2)
+
+
+def test_what_waits_learns_of_a_new_life_of_its_engine() -> None:
+    core = make()
+    timed(core, "1", ALPHA, 0.01)
+    timed(core, "2", BETA, 0.01)
+    core.submit(Request(id="b", prompt=Prompt.of(BETA, tokens=len(BETA) // 4), pool="p", arrived=3.0), 3.0)
+    (busy,) = core.grant(3.0)
+    core.submit(Request(id="x", prompt=Prompt.of(ALPHA, tokens=len(ALPHA) // 4), pool="p", arrived=3.0), 3.0)
+    assert core.grant(3.0) == []
+    host = HostMemory(limit=1e12, token_bytes=1.0)
+    core.backend_up("a", "p", 1, 65536, 4.0, known_empty=True, host=host)
+    core.finish(busy.request.id, Outcome(Status.ERROR, None, None, output_tokens=0), 4.0)
+    (lease,) = core.grant(4.0)
+    assert lease.predicted_tokens == 0
+    (only,) = lease.candidates
+    assert only.prefill_seconds == pytest.approx(Rates().prefill_seconds(0, len(ALPHA) // 4))

@@ -59,3 +59,34 @@ def test_where_sharing_wins_nothing_one_runs_at_a_time() -> None:
 @pytest.mark.parametrize(("policy", "limit"), [("serialize", 1), ("pair", 2), ("slots", 4), ("auto", 4)])
 def test_limits(policy: str, limit: int) -> None:
     assert in_flight_limit(policy, 4) == limit  # type: ignore[arg-type]
+
+
+def test_what_copying_costs_is_learned_beside_what_every_request_takes() -> None:
+    rates = Rates()
+    rates.saw_prefill(0, 1000, 2.0)
+    assert rates.copies_pay is None
+    assert 0 < rates.copy_seconds(1000) < rates.prefill_seconds(0, 1000)  # a guess, for a start
+    for _ in range(20):
+        rates.saw_copy(0, 0.01)
+    for _ in range(20):
+        rates.saw_copy(2000, 0.01 + 0.2)
+    assert rates.copy_seconds(1000) == pytest.approx(0.1, rel=0.01)
+    assert rates.copies_pay is True
+    assert rates.loaded_seconds(1000, 900, 1000) == pytest.approx(0.1 + rates.prefill_seconds(900, 1000))
+    assert rates.loaded_seconds(1000, 1000, 1000) > rates.copy_seconds(1000)  # the last token is computed
+
+
+def test_a_verdict_on_copying_stands_until_it_is_clearly_wrong() -> None:
+    rates = Rates()
+    rates.saw_prefill(0, 10_000, 10.0)
+    rates.saw_copy(10_000, 4.9)
+    assert rates.copies_pay is True
+    for _ in range(30):
+        rates.saw_copy(10_000, 5.5)  # a little dearer than computing
+    assert rates.copies_pay is True
+    for _ in range(30):
+        rates.saw_copy(10_000, 9.0)
+    assert rates.copies_pay is False
+    for _ in range(30):
+        rates.saw_copy(10_000, 4.5)
+    assert rates.copies_pay is False
