@@ -285,6 +285,7 @@ class Attempt:
         self._id = lease.request.id
         self._work = work
         self._reader = TruthReader(lease.request.route, work.outbox is not None)
+        self._sent = work.passage.began
         self._settled = False
 
     async def run(self) -> bool:
@@ -293,6 +294,7 @@ class Attempt:
             engine = self._dispatcher.client(self._lease)
             self._dispatcher.sending(self._id)
             await self._prepare(engine)
+            self._sent = time.monotonic()
             async with engine.open(
                 "POST",
                 self._work.client.scope["path"],
@@ -456,8 +458,10 @@ class Attempt:
                     await client.write(piece)
                 held.clear()
         if 200 <= response.status < 300:  # noqa: PLR2004 - status classes
-            # The first token was there before the rest was decoded, though nobody could see it.
-            self._work.passage.first_token = time.monotonic() - reader.decode_seconds
+            # The first token was there before the rest was decoded, though nobody could see it. The engine
+            # tells how long that took, but what it tells is no longer than the answer itself took.
+            ended = time.monotonic()
+            self._work.passage.first_token = ended - min(reader.decode_seconds, ended - self._sent)
             await self._look_where()
             outcome = self._outcome(Status.OK)
         else:

@@ -111,7 +111,7 @@ class Live:
                     **{f"slots {count}": tokens for count, tokens in report.shadow.items()},
                 },
             )
-        first_token = None if outcome.ttft_seconds is None else max(0.0, round(outcome.ttft_seconds, 3))
+        first_token = None if outcome.ttft_seconds is None else round(outcome.ttft_seconds, 3)
         if first_token is not None:
             self._first_tokens.append((now, first_token))
         self._finished.appendleft(

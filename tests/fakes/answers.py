@@ -28,11 +28,13 @@ class Job:
     produced: int = 0
     stop: str = ""
     """``limit`` or ``eos``."""
+    token_ms: float = 10.0
+    """What it says that a generated token took; nothing waits for that."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def timings(self) -> dict[str, Any]:
         """The engine's account of this sequence."""
-        prompt_ms, predicted_ms = self.evaluated * 2.0, self.produced * 10.0
+        prompt_ms, predicted_ms = self.evaluated * 2.0, self.produced * self.token_ms
         return {
             "cache_n": self.cached,
             "prompt_n": self.evaluated,
@@ -41,8 +43,8 @@ class Job:
             "prompt_per_second": 500.0,
             "predicted_n": self.produced,
             "predicted_ms": predicted_ms,
-            "predicted_per_token_ms": 10.0,
-            "predicted_per_second": 100.0,
+            "predicted_per_token_ms": self.token_ms,
+            "predicted_per_second": 1000.0 / self.token_ms,
         }
 
     def usage(self) -> dict[str, Any]:

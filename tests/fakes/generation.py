@@ -91,6 +91,7 @@ class Generation:
                 self.server.vocabulary.decode(tokens),
                 tokens,
                 limit,
+                token_ms=self.server.token_ms,
                 extra={"several": several, "prompt": number},
             )
             for number, tokens in enumerate(prompts)

@@ -78,6 +78,8 @@ class FakeLlamaServer:
         """What this build lacks: ``slots``, ``metrics``, ``props``, ``apply-template``, ``timings``,
         ``usage``, or the name of a field of ``/slots`` elements."""
         self.unknown_fields = False
+        self.token_ms = 10.0
+        """What answers say that each generated token took."""
         self.requests: list[Received] = []
         self.violations: list[str] = []
         self.deferred_total = 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import TYPE_CHECKING
 
+import pytest
 from warmslot.router.metrics import Metrics
 from warmslot.router.values import (
     Decision,
@@ -162,6 +164,20 @@ async def test_a_scrape_shows_what_runs_now(service: Service) -> None:
     assert sample(text, "warmslot_demand_seconds_total", level="1") > 0
     assert sample(text, "warmslot_decode_level_tokens_total", busy="1") == 6
     assert "hello" not in text
+
+
+@pytest.mark.parametrize("token_ms", [0.001, 10.0, 1e9])
+async def test_the_first_token_of_a_whole_answer_comes_after_it_was_sent_and_before_it_ends(
+    service: Service, token_ms: float
+) -> None:
+    service.fake.token_ms = token_ms
+    assert (await service.chat("hello", max_tokens=40)).status_code == 200
+    over = time.monotonic()
+    (lease,), (outcome,) = service.watcher.granted_leases, service.watcher.outcomes
+    first, arrived = outcome.ttft_seconds, lease.request.arrived
+    assert first is not None
+    assert lease.granted <= arrived + first <= over
+    assert await service.metric("warmslot_time_to_first_token_seconds_sum") == pytest.approx(first)
 
 
 async def test_a_backend_that_is_down_holds_nothing(service: Service) -> None:
