@@ -197,7 +197,15 @@ class _Session:
         self._config = config
         self._display = display
         self._listening = listening
-        self._warm_up = WarmUp({pool.name: pool.warm_up for pool in config.pools})
+        self._warm_up = WarmUp(
+            {pool.name: pool.warm_up for pool in config.pools},
+            # Masked text is not what the engine evaluates, and with isolation prefixes are nobody else's.
+            {
+                pool.name: pool.warm_up_learned
+                for pool in config.pools
+                if not pool.masks and not config.endpoint.isolation
+            },
+        )
         try:
             self._warm_up.check()
         except WarmUpError as error:

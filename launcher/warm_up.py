@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from warmslot.router.prompt import text_of
+from warmslot.router.values import ROOT
 
+from .preambles import Preambles
 from .prompt_file import WarmUpError, read_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from warmslot.router.values import Lease, Outcome, Report
 
@@ -31,10 +35,15 @@ _QUIET = 1.0
 class WarmUp:
     """One router's warm-up. It observes the router: its own request is the only one while it works.
 
-    ``prompts`` are the files of each pool.
+    ``prompts`` are the files of each pool, ``learned`` how many prefixes learned from its requests come after
+    them.
     """
 
-    def __init__(self, prompts: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, prompts: Mapping[str, Sequence[str]], learned: Mapping[str, int] | None = None
+    ) -> None:
+        self._learned = {pool: count for pool, count in (learned or {}).items() if count}
+        self._preambles = {pool: Preambles() for pool in self._learned}
         self._prompts = {pool: tuple(map(Path, files)) for pool, files in prompts.items() if files}
         self._demand = 0
         self._changed = asyncio.Event()
@@ -48,7 +57,7 @@ class WarmUp:
 
     def cold(self, pool: str) -> None:
         """A backend of the pool was started anew."""
-        if pool in self._prompts:
+        if pool in self._prompts or pool in self._learned:
             self._wanted.put_nowait(pool)
 
     async def run(self, address: str, key: str | None) -> None:
@@ -61,14 +70,20 @@ class WarmUp:
         ) as client:
             while True:
                 pool = await self._wanted.get()
-                for file in self._prompts[pool]:
-                    await self._prefill(client, pool, file)
+                for file in self._prompts.get(pool, ()):
+                    await self._prefill(client, pool, str(file), functools.partial(read_prompt, file))
+                if pool in self._learned:
+                    for text in self._preambles[pool].best(self._learned[pool]):
+                        what = f"a learned prefix of {len(text)} characters"
+                        await self._prefill(client, pool, what, functools.partial(dict, prompt=text))
 
-    async def _prefill(self, client: httpx.AsyncClient, pool: str, file: Path) -> None:
+    async def _prefill(
+        self, client: httpx.AsyncClient, pool: str, what: str, read: Callable[[], dict[str, Any]]
+    ) -> None:
         while True:
             await self._quiet()
             try:
-                body = read_prompt(file)
+                body = read()
             except WarmUpError as error:
                 log.warning("%s", error)
                 return
@@ -86,9 +101,9 @@ class WarmUp:
             if finished:
                 with contextlib.suppress(asyncio.CancelledError):
                     if status := sending.result():
-                        log.warning("%s: not prefilled: %s", file, status)
+                        log.warning("%s: not prefilled: %s", what, status)
                     else:
-                        log.info("%s: prefilled for pool %s", file, pool)
+                        log.info("%s: prefilled for pool %s", what, pool)
                 return
 
     async def _quiet(self) -> None:
@@ -121,7 +136,15 @@ class WarmUp:
         """Nothing to do."""
 
     def finished(self, lease: Lease, report: Report, outcome: Outcome, now: float) -> None:
-        """Nothing to do."""
+        """Learn from what was served, where the engine's own text of it is known and is anyone's to share."""
+        del outcome, now
+        request = lease.request
+        preambles = self._preambles.get(request.pool)
+        if preambles is None or report.truth_missing:
+            return
+        ours = request.max_output_tokens == 0
+        if not ours and request.prompt.root == ROOT and (text := text_of(request.prompt)) is not None:
+            preambles.saw(text, request.session)
 
     def backend_changed(self, backend: str, *, up: bool, slots: int, context: int, reason: str) -> None:
         """Nothing to do."""

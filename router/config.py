@@ -210,6 +210,9 @@ class Pool(Section):
     warm_up: tuple[str, ...] = ()
     """Files, each a request body (JSON with `messages` or `prompt`) whose prompt is prefilled after a start,
     while nobody wants anything."""
+    warm_up_learned: int = Field(default=0, ge=0, le=64)
+    """So many prefixes that several of the last conversations shared are prefilled as well when an engine was
+    started anew. Their text is kept in memory only; not with `masks` or `endpoint.isolation`."""
     backends: tuple[Backend, ...] = Field(min_length=1)
     """The servers of this pool."""
 

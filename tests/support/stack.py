@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from warmslot.launcher.engine import Engine
     from warmslot.launcher.logs import LogEvent
+    from warmslot.launcher.warm_up import WarmUp
     from warmslot.router.values import Report
 
 QUICK = RestartPolicy(first=0.05, ceiling=0.5, budget=50)
@@ -88,7 +89,13 @@ class _Both(Warmth):
 
 @asynccontextmanager
 async def stack(
-    engine: Engine, model: Path, folder: Path, *, port: int = 0, **settings: Any
+    engine: Engine,
+    model: Path,
+    folder: Path,
+    *,
+    port: int = 0,
+    warm_up: WarmUp | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Stack]:
     """A running stack of one backend that is ready; all of it has ended when this returns."""
     scheduling = settings.pop("scheduling", {"in_flight": "pair"})
@@ -102,7 +109,7 @@ async def stack(
         }
     )
     watcher, recorder = Watcher(), Recorder()
-    router = create_router(config, observers=[watcher])
+    router = create_router(config, observers=[watcher, *filter(None, [warm_up])])
     server = uvicorn.Server(server_config(router.app, config))
     listening = socket.create_server(("127.0.0.1", 0), backlog=256)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -115,7 +122,7 @@ async def stack(
         assert supervisor is not None
         return supervisor.launch(name)
 
-    warmth = _Both(router.dispatcher, launch_of)
+    warmth = _Both(router.dispatcher, launch_of, None if warm_up is None else warm_up.cold)
     warmth.watch(recorder)
     manners = Manners(QUICK, drain_timeout=PATIENCE, stop_timeout=PATIENCE)
     supervisor = Supervisor([launch], warmth, recorder, manners=manners, folder=state)
@@ -129,5 +136,9 @@ async def stack(
         http = await ends.enter_async_context(
             httpx.AsyncClient(base_url=url, timeout=5 * PATIENCE, trust_env=False)
         )
+        if warm_up is not None:
+            warming = asyncio.create_task(warm_up.run(url, None))
+            ends.push_async_callback(asyncio.wait, {warming})
+            ends.callback(warming.cancel)
         await recorder.until_state("one", "ready")
         yield Stack(router, watcher, recorder, supervisor, warmth, http)
