@@ -139,6 +139,34 @@ async def test_what_was_saved_in_idle_is_warm_after_a_crash(
         assert await warm_tokens(running, range(2)) >= 0.8 * held
 
 
+async def test_what_is_new_is_saved_every_so_often_over_crashes_too(
+    installed_engine: Engine, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stack(installed_engine, demo_model, tmp_path, context=512) as running:
+        saved: asyncio.Queue[int] = asyncio.Queue()
+        save_in_idle = running.warmth.save_in_idle
+
+        async def told(name: str) -> int:
+            if count := await save_in_idle(name):
+                saved.put_nowait(count)
+            return count
+
+        monkeypatch.setattr(running.warmth, "save_in_idle", told)
+        keeping = asyncio.create_task(running.warmth.keep_saved("one", 0.01))
+        try:
+            await running.complete(conversation(0, 1))
+            assert await saved.get() == 1
+            held = running.router.dispatcher.contents("one")[0].tokens
+            os.kill(running.pid, signal.SIGKILL)
+            await running.ready(2)
+            assert await warm_tokens(running, [0]) >= 0.8 * held
+            assert await saved.get() == 1  # the turn that came after the crash
+            assert saved.empty()
+        finally:
+            keeping.cancel()
+            await asyncio.wait({keeping})
+
+
 async def test_a_learned_preamble_is_warm_after_a_crash(
     installed_engine: Engine, demo_model: Path, tmp_path: Path
 ) -> None:
