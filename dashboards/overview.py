@@ -107,8 +107,19 @@ REUSE = Row(
             " accelerator had to compute.",
             "si:tok/s",
             (Query(total(rate("prompt_tokens_total"), "reuse"), "{{reuse}}"),),
-            width=12,
             colours={"cached": "green", "processed": "orange"},
+            stacked=True,
+        ),
+        Panel(
+            "Where reused tokens were",
+            "slot: still in the slot that the request ran in. host_ram: overwritten in the slots, and brought"
+            " back by the engine from its cache in host memory (setting `cache_ram`). What comes from host"
+            " memory costs a copy instead of a prefill (the live page says whether that pays): where it is"
+            " much, more slots would spare the copies; where it stays at nothing although tokens are evicted,"
+            " that cache is off or too small.",
+            "si:tok/s",
+            (Query(total(rate("reused_tokens_total"), "source"), "{{source}}"),),
+            colours={"slot": "green", "host_ram": "blue"},
             stacked=True,
         ),
         Panel(
@@ -118,7 +129,6 @@ REUSE = Row(
             " resident, yet the engine did not reuse it.",
             "si:tok/s",
             (Query(total(rate("recomputed_tokens_total"), "reason"), "{{reason}}"),),
-            width=12,
             colours=LOSSES,
             stacked=True,
         ),

@@ -65,6 +65,8 @@ def expected(title: str, known: Expected) -> Shown:  # noqa: C901, PLR0911, PLR0
             return {"up": up, "configured": up}
         case "Prompt tokens: cached and processed":
             return known.by("reuse", "prompt_tokens_total")
+        case "Where reused tokens were":
+            return known.by("source", "reused_tokens_total")
         case "Why prompt tokens were computed":
             return known.by("reason", "recomputed_tokens_total")
         case "Reuse by backend" | "Reuse by route":

@@ -162,7 +162,6 @@ def test_every_metric_of_the_catalogue_is_looked_at_or_has_its_reason() -> None:
         "warmslot_label_overflow_total",
         "warmslot_prefill_seconds_total",
         "warmslot_request_duration_seconds",
-        "warmslot_reused_tokens_total",
         "warmslot_slot_prompt_tokens_total",
         "warmslot_time_per_output_token_seconds",
     }
