@@ -300,7 +300,14 @@ class _Run:
 
 def _request(name: str, job: Job, now: float) -> Request:
     prompt = Prompt(chain=job.chain, length=job.length, root=job.root)
-    return Request(id=name, prompt=prompt, pool=POOL, arrived=now, keeps_prefix=job.keeps_prefix)
+    return Request(
+        id=name,
+        prompt=prompt,
+        pool=POOL,
+        arrived=now,
+        max_output_tokens=job.max_output_tokens,
+        keeps_prefix=job.keeps_prefix,
+    )
 
 
 def _outcome(job: Job, cached: int, prefill: float, decode: float, first: float | None = None) -> Outcome:

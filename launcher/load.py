@@ -43,6 +43,8 @@ class Job:
     """Whether ``delay`` counts from the end of the call before it (of its arrival otherwise)."""
     before: int = -1
     """The job that it follows; -1: it comes ``delay`` seconds after the beginning."""
+    max_output_tokens: int | None = None
+    """The bound on the answer that its client gave: what a router can know of its length beforehand."""
     followers: list[int] = field(default_factory=list)
 
 
@@ -156,6 +158,7 @@ def _job(name: str, record: Record, delay: float, *, counted: bool) -> Job:
         counted=counted,
         delay=delay,
         after_end=False,
+        max_output_tokens=record.max_output_tokens,
     )
 
 

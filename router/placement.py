@@ -56,6 +56,8 @@ class SlotFacts:
     """How likely its conversation is to be asked for again."""
     last_used: float
     rates: Rates
+    goes_on: float = 0.0
+    """Of a busy slot: how likely its conversation is to be asked for again after what runs there."""
     demands: Sequence[Demand] = ()
     restore_seconds: float = math.inf
     """To load what it holds from the engine's host memory again, if it was saved there."""
@@ -161,11 +163,12 @@ def _displaces(offer: Offer, ask: Ask) -> bool:
     """Whether a request would overwrite what another conversation will ask for again.
 
     For the sake of a common preamble that may look cheap, again and again; two conversations belong on two
-    slots as long as there are slots that nobody needs.
+    slots as long as there are slots that nobody needs. Nor is a busy slot worth waiting for that would be
+    refused as soon as it is idle.
     """
     slot = offer.slot
     lasting = slot.asked_tokens > _kept(slot, offer.match_tokens)
-    return slot.session != ask.session and lasting and slot.return_chance >= _LIVE
+    return slot.session != ask.session and lasting and max(slot.return_chance, slot.goes_on) >= _LIVE
 
 
 def choose(offers: Sequence[Offer], ask: Ask, *, patient: bool) -> Choice | None:
@@ -177,12 +180,15 @@ def choose(offers: Sequence[Offer], ask: Ask, *, patient: bool) -> Choice | None
     open_to = [pair for pair in priced if pair[1].idle]
     if not open_to:
         return None
-    if any(_is_free(pair[1].slot) for pair in open_to):
+    unneeded = any(_is_free(pair[1].slot) for pair in open_to)
+    if unneeded:
         open_to = [pair for pair in open_to if not _displaces(pair[1], ask)] or open_to
     best, taken = min(open_to, key=lambda pair: (pair[0].cost, pair[1].slot.last_used))
     hold = False
     if patient:
         busy = [pair for pair in priced if not pair[1].idle and pair[0].match_tokens > best.match_tokens]
+        if unneeded:
+            busy = [pair for pair in busy if not _displaces(pair[1], ask)]
         if busy:
             later, later_taken = min(busy, key=lambda pair: pair[0].cost)
             if later.cost < best.cost:

@@ -603,12 +603,14 @@ class _View:
         pool = self._pool
         slot, backend = pool.residency.slots[ref], pool.backends[ref.backend]
         asked = slot.held.asked_tokens if slot.held is not None and slot.known else 0
+        busy = slot.request is not None
         return SlotFacts(
             ref=ref,
             session=slot.session,
             asked_tokens=asked,
             shared_tokens=pool.residency.shared_tokens(ref)[0],
-            return_chance=pool.sessions.chance(slot.session) if asked and slot.request is None else 0.0,
+            return_chance=pool.sessions.chance(slot.session) if asked and not busy else 0.0,
+            goes_on=pool.sessions.going_on(slot.session) if asked and busy else 0.0,
             last_used=slot.last_used,
             rates=backend.rates,
             restore_seconds=backend.rates.copy_seconds(slot.resident_tokens),

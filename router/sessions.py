@@ -179,6 +179,13 @@ class Sessions:
         alive = (later + _UNSEEN) / (samples + _UNSEEN)
         return share * alive / (share * alive + 1.0 - share)
 
+    def going_on(self, session_id: str) -> float:
+        """How likely a conversation is to be asked for again after the request of it that runs now."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return self._went_on[0].value
+        return 1.0 if session.running > 1 else self._went_on[self._class(session)].value
+
     def is_running(self, session_id: str) -> bool:
         """Whether a request of the conversation waits or runs."""
         session = self._sessions.get(session_id)

@@ -212,6 +212,17 @@ def test_speculation_is_a_candidate_where_the_journal_has_seen_both(tmp_path: Pa
     assert "speculation off: not measured" in found.unmeasured[0]
 
 
+def test_a_forecast_knows_of_an_answers_length_what_its_client_told() -> None:
+    load = agents.load(8, 8)
+    told = replace(load, jobs=[replace(job, max_output_tokens=job.output_tokens) for job in load.jobs])
+    setup = Setup(4, 8192, "pair")
+    assert forecast(told, RATES, setup).makespan != forecast(load, RATES, setup).makespan
+    records = [
+        replace(one, max_output_tokens=one.output_tokens) for one in recorded(load, Setup(8, 8192, "slots"))
+    ]
+    assert all(job.max_output_tokens == job.output_tokens for job in load_of(records).jobs)
+
+
 def test_advice_keeps_to_the_slot_counts_that_are_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path / "j.jsonl", agents.journal(agents.load(3, 12), RATES, Setup(4, 8192, "slots")))
     found, _ = advise(path, kv_tokens=None, slots=(1, 4), progress=quiet)

@@ -168,6 +168,18 @@ def test_a_follower_waits_for_the_prefix_that_is_being_computed() -> None:
     assert follower.predicted_tokens > 0.99 * (len(shared) // 4)
 
 
+def test_nobody_waits_for_the_slot_of_another_conversation_while_there_are_free_ones() -> None:
+    core = RouterCore({"p": CoreSettings(in_flight="slots")})
+    core.backend_up("a", "p", 8, 1 << 20, 0.0, known_empty=True)
+    leases = []
+    for number in range(6):
+        prompt = Prompt.of(PREAMBLE[:320] + f"The task of agent {number}. ".encode() * 50)
+        request = Request(id=str(number), prompt=prompt, pool="p", max_output_tokens=4)
+        core.submit(request, 0.01 * number)
+        leases += core.grant(0.01 * number)
+    assert len({lease.slot for lease in leases}) == 6
+
+
 def test_a_conversation_that_ended_is_given_up_and_one_that_goes_on_is_not() -> None:
     sessions = Sessions()
     texts = {name: f"conversation {name} ".encode() * 40 for name in "abc"}
