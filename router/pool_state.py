@@ -362,10 +362,6 @@ class Pool:
         for waiting in self.waiting.values():
             if waiting.best_slot is not None and waiting.demand is not None:
                 demands.setdefault(waiting.best_slot, []).append(waiting.demand)
-        for some in demands.values():
-            if len(some) > _MOST_DEMANDS:
-                some.sort(key=_size, reverse=True)
-                del some[_MOST_DEMANDS:]
         view = _View(self, demands, now)
         return scheduler.pick(
             list(self.waiting.values()),
@@ -473,7 +469,7 @@ def _mattering(waiting: Waiting, changed: Sequence[_Changed]) -> list[SlotRef]:
     whenever a slot changes, so the common case comes first: it shares as much as before, often a preamble.
     """
     ours, matches, found = waiting.request.prompt.chain, waiting.matches, []
-    mine, beyond = len(ours), waiting.second_bytes // BLOCK
+    mine = len(ours)
     for ref, theirs, length in changed:
         blocks = matches.get(ref, 0) // BLOCK
         if (
@@ -483,6 +479,7 @@ def _mattering(waiting: Waiting, changed: Sequence[_Changed]) -> list[SlotRef]:
             and theirs[blocks - 1] == ours[blocks - 1]
         ):
             continue
+        beyond = waiting.second_bytes // BLOCK
         waiting.stale.add(ref)
         if (
             (not length and ref in matches)  # gone altogether, maybe: nothing may be looked up in it any more
@@ -536,9 +533,10 @@ class _View:
             idle = ref in self._idle and self._fits(waiting.request, ref.backend)
             if idle and patient:
                 idle = self._worth_it(waiting, ref.backend, match)
-            swap = self._swap(waiting, ref, match)
-            copying = pool.backends[ref.backend].rates.copy_seconds(swap.moved)
-            offers.append(Offer(self._facts(ref), match, idle, swap, copying))
+            facts = self._facts(ref)
+            swap = self._swap(waiting, ref, match) if waiting.host else NO_SWAP
+            copying = facts.rates.copy_seconds(swap.moved) if swap.moved else 0.0
+            offers.append(Offer(facts, match, idle, swap, copying))
         return placement.choose(offers, ask, patient=patient)
 
     def _swap(self, waiting: Waiting, ref: SlotRef, match_tokens: int) -> Swap:
@@ -604,6 +602,7 @@ class _View:
         slot, backend = pool.residency.slots[ref], pool.backends[ref.backend]
         asked = slot.held.asked_tokens if slot.held is not None and slot.known else 0
         busy = slot.request is not None
+        demands = self._demands.get(ref, ())
         return SlotFacts(
             ref=ref,
             session=slot.session,
@@ -613,8 +612,12 @@ class _View:
             goes_on=pool.sessions.going_on(slot.session) if asked and busy else 0.0,
             last_used=slot.last_used,
             rates=backend.rates,
-            restore_seconds=backend.rates.copy_seconds(slot.resident_tokens),
-            demands=self._demands.get(ref, ()),
+            restore_seconds=backend.rates.copy_seconds(slot.resident_tokens)
+            if backend.host is not None
+            else math.inf,
+            demands=demands
+            if len(demands) <= _MOST_DEMANDS
+            else heapq.nlargest(_MOST_DEMANDS, demands, _size),
             busy_seconds=self._backlog.get(ref.backend, 0.0)
             if slot.request is None
             else self._wait(backend, slot.request),

@@ -18,7 +18,9 @@ the time that one round takes if half of it goes into work that is not prefilled
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -174,12 +176,26 @@ class Deadlines:
             for item in waiting
         )
         self._now, self._capacity = now, capacity
-        self._place = {order: at for at, (_, order, _) in enumerate(self._dues)}
-        begins = accumulate((item.seconds / capacity for _, _, item in self._dues), initial=now)
-        spare = [moment - begin for (moment, _, _), begin in zip(self._dues, begins, strict=False)]
-        self._spare_up_to = list(accumulate(spare, min))
-        """For each: the least that it or one before it has to spare, served in this order."""
-        self._spare_from = list(accumulate(reversed(spare), min))[::-1]
+        begin = now
+        self._spare: list[float] = []
+        """For each: how long it could wait beyond its turn, served in this order."""
+        for moment, _, item in self._dues:
+            self._spare.append(moment - begin)
+            begin += item.seconds / capacity
+        self._least = min(self._spare, default=math.inf)
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        return {order: at for at, (_, order, _) in enumerate(self._dues)}
+
+    @cached_property
+    def _spare_up_to(self) -> list[float]:
+        """For each: the least that it or one before it has to spare."""
+        return list(accumulate(self._spare, min))
+
+    @cached_property
+    def _spare_from(self) -> list[float]:
+        return list(accumulate(reversed(self._spare), min))[::-1]
 
     def allow(self, first: Waiting, prefill_seconds: float) -> bool:
         """Whether all can still be started in time, in this order, once ``first`` was served before them.
@@ -187,6 +203,8 @@ class Deadlines:
         How long ``first`` will write is not known, so it is taken to write longer than most do.
         """
         delay = (prefill_seconds + first.decode_seconds + first.spread_seconds) / self._capacity
+        if delay <= self._least:
+            return True
         place = self._place[first.order]
         if place and delay > self._spare_up_to[place - 1]:
             return False

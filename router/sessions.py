@@ -120,6 +120,8 @@ class Sessions:
         self._others = _Samples()
         """The same, counting each other conversation once."""
         self._gap_seconds = _Samples()
+        self._chances: dict[str, float] = {}
+        """Answers of :meth:`chance` since the last arrival or release."""
 
     def get(self, session_id: str) -> Session | None:
         """A conversation that is still remembered."""
@@ -132,6 +134,7 @@ class Sessions:
         value: tokens that the conversation's context had so far.
         """
         self._tick += 1
+        self._chances.clear()
         session = self._sessions.get(f"={hint}") if hint else self._continued(prompt)
         if session is None:
             return self._begin(prompt, hint), 0
@@ -153,6 +156,7 @@ class Sessions:
     def release(self, session_id: str, now: float, tokens: int | None = None) -> None:
         """A request of the conversation is over (or was withdrawn); its context has ``tokens`` now."""
         session = self._sessions.get(session_id)
+        self._chances.clear()
         if session is None:
             return
         if tokens is not None:
@@ -164,20 +168,10 @@ class Sessions:
 
     def chance(self, session_id: str) -> float:
         """How likely the conversation is to be asked for again, given how long ago it was left."""
-        session = self._sessions.get(session_id)
-        if session is None:
-            # A content that belongs to no remembered conversation: older than all that are.
-            return 0.0 if len(self._sessions) >= self._limit else self._went_on[0].value / 2
-        if session.running:
-            return 1.0
-        share = self._went_on[self._class(session)].value
-        samples = len(self._gaps.ordered)
-        later = min(
-            self._gaps.above(self._tick - session.released_tick),
-            self._others.above(self._distance(session) - 1),
-        )
-        alive = (later + _UNSEEN) / (samples + _UNSEEN)
-        return share * alive / (share * alive + 1.0 - share)
+        chance = self._chances.get(session_id)
+        if chance is None:
+            chance = self._chances[session_id] = self._chance(session_id)
+        return chance
 
     def going_on(self, session_id: str) -> float:
         """How likely a conversation is to be asked for again after the request of it that runs now."""
@@ -237,6 +231,22 @@ class Sessions:
         return best
 
     # Inside
+
+    def _chance(self, session_id: str) -> float:
+        session = self._sessions.get(session_id)
+        if session is None:
+            # A content that belongs to no remembered conversation: older than all that are.
+            return 0.0 if len(self._sessions) >= self._limit else self._went_on[0].value / 2
+        if session.running:
+            return 1.0
+        share = self._went_on[self._class(session)].value
+        samples = len(self._gaps.ordered)
+        later = min(
+            self._gaps.above(self._tick - session.released_tick),
+            self._others.above(self._distance(session) - 1),
+        )
+        alive = (later + _UNSEEN) / (samples + _UNSEEN)
+        return share * alive / (share * alive + 1.0 - share)
 
     def _continued(self, prompt: Prompt) -> Session | None:
         """The conversation that a prompt is the next call of.

@@ -151,8 +151,7 @@ class Request:
     """A tighter bound on queueing than the pool's, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """What serving a request on one slot would have cost, in seconds (for ``explain``)."""
 
     slot: SlotRef
