@@ -1,58 +1,35 @@
 """Serves a journal's load once more on a modelled engine, in virtual time, with the code that really routes.
 
 What :mod:`.replay` does for traces, with what a journal knows: exact token counts, measured rates, what each
-call waited for. Engine rules are llama-server's: a slot holds prompt and answer, the longest common prefix is
-reused, at least one token is computed, prompts are computed one at a time in slot order, and while one is
-computed the answers beside it get a token for each batch.
+call waited for. For the engine see :mod:`.modelled`.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 from warmslot.router.core import CoreSettings, RouterCore
-from warmslot.router.trie import common_blocks
-from warmslot.router.values import BLOCK, Decision, Lease, Outcome, Prompt, Request, SlotRef, Status
+from warmslot.router.values import Outcome, Prompt, Request, Status
+
+from .modelled import BACKEND, EPSILON, POOL, Engine, Running, Work, content
+from .rivals import EngineSelection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
+    from warmslot.router.residency import Context
     from warmslot.router.scheduler import InFlight
+    from warmslot.router.values import HostMemory
 
     from .load import Job, Load
     from .speeds import Speeds
 
-POOL: Final = "pool"
-BACKEND: Final = "backend"
-_EPSILON: Final = 1e-7
 _WARM: Final = "warm "
 """Begins the names of what was there before."""
-_SIMILAR: Final = 0.10
-"""``--slot-prompt-similarity``: the engine's default."""
 
 Queue = Literal["reuse", "fifo", "engine"]
-
-
-class Policy(Protocol):
-    """What a forecast needs of a core."""
-
-    def submit(self, request: Request, now: float) -> None:
-        """Queue a request."""
-
-    def grant(self, now: float) -> list[Lease]:
-        """Leases that start now."""
-
-    def next_wake(self, now: float) -> float | None:
-        """When to ask again though nothing happened."""
-
-    def first_token(self, request_id: str, now: float) -> None:
-        """A prefill is over."""
-
-    def finish(self, request_id: str, outcome: Outcome, now: float) -> object:
-        """A lease is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +42,8 @@ class Setup:
     queue: Queue = "reuse"
     drafts: bool = False
     """Whether it drafts (speculative decoding): told by the rates."""
+    host: HostMemory | None = None
+    """The engine's prompt cache in host memory, where it has one."""
 
 
 @dataclass(slots=True)
@@ -78,6 +57,10 @@ class Forecast:
     prompt: int = 0
     """Of the requests that count for reuse."""
     cached: int = 0
+    from_host: int = 0
+    """Of the cached ones, what the cache in host memory added to what slots held."""
+    host_tokens: int = 0
+    """The most that it kept at once."""
     output: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -115,9 +98,8 @@ class _Active:
     slot: int
     arrived: float
     cached: int
-    setup: float
+    host: int
     prefill: float
-    decode: float
     granted: float
     in_flight: int
     first_token: float = -1.0
@@ -142,11 +124,12 @@ class _Run:
         self, load: Load, speeds: Speeds, setup: Setup, progress: Callable[[int], None] | None
     ) -> None:
         self._jobs, self._speeds, self._setup, self._progress = load.jobs, speeds, setup, progress
-        self._policy: Policy = _policy(load, setup)
-        self._held: list[Job | None] = [None] * setup.slots
+        self._policy: RouterCore | EngineSelection = _policy(load, setup)
+        self._engine = Engine(setup.slots, host=setup.host, pinned=setup.queue != "engine")
         self._arrivals: list[tuple[float, int]] = []
         self._queued: dict[str, float] = {}
         self._active: dict[str, _Active] = {}
+        self._running = Running(speeds.decode_rate)
         self._now = 0.0
         self._left = len(load.jobs)
         self._out = Forecast(setup)
@@ -159,10 +142,9 @@ class _Run:
 
     def _warm(self, number: int, job: Job) -> None:
         """A context that was there before: served at once, and not counted."""
-        name = f"{_WARM}{number}"
-        self._policy.submit(_request(name, job, 0.0), 0.0)
+        self._submit(f"{_WARM}{number}", job)
         for lease in self._policy.grant(0.0):
-            self._held[lease.slot.slot] = job
+            self._engine.serve(lease.slot.slot, held(job))
             seconds = self._speeds.prefill_seconds(0, job.prompt_tokens)
             decode = job.output_tokens / self._speeds.decode_rate(1)
             outcome = _outcome(job, 0, seconds, decode)
@@ -178,6 +160,7 @@ class _Run:
             self._start()
             self._advance()
         out = self._out
+        out.host_tokens = self._engine.host_tokens
         ordered = sorted(self._ttft)
         if ordered:
             out.ttft_p50 = ordered[len(ordered) // 2]
@@ -186,7 +169,7 @@ class _Run:
         return out
 
     def _arrive(self) -> None:
-        while self._arrivals and self._arrivals[0][0] <= self._now + _EPSILON:
+        while self._arrivals and self._arrivals[0][0] <= self._now + EPSILON:
             _, index = heapq.heappop(self._arrivals)
             job = self._jobs[index]
             for follower in job.followers:
@@ -196,9 +179,21 @@ class _Run:
                 self._out.too_long += 1
                 self._done(index)
                 continue
-            name = str(index)
-            self._queued[name] = self._now
-            self._policy.submit(_request(name, job, self._now), self._now)
+            self._queued[str(index)] = self._now
+            self._submit(str(index), job)
+
+    def _submit(self, name: str, job: Job) -> None:
+        request = Request(
+            id=name,
+            prompt=_prompt(job),
+            pool=POOL,
+            arrived=self._now,
+            max_output_tokens=job.max_output_tokens,
+            keeps_prefix=job.keeps_prefix,
+        )
+        if isinstance(self._policy, EngineSelection):
+            self._policy.expect(request, 0, held(job))
+        self._policy.submit(request, self._now)
 
     def _done(self, index: int) -> None:
         self._left -= 1
@@ -210,83 +205,68 @@ class _Run:
 
     def _start(self) -> None:
         for lease in self._policy.grant(self._now):
-            index = int(lease.request.id)
-            job, slot = self._jobs[index], lease.slot.slot
-            cached = reused(self._held[slot], job)
+            name, slot = lease.request.id, lease.slot.slot
+            job = self._jobs[int(name)]
+            alone = self._reused(slot, job)
+            exchange = self._engine.take(slot, lease.request.prompt, job.prompt_tokens)
+            cached = self._reused(slot, job)
             seconds = self._speeds.prefill_seconds(cached, job.prompt_tokens)
-            self._active[lease.request.id] = _Active(
-                *(index, job, slot, self._queued.pop(lease.request.id), cached),
-                setup=self._speeds.overhead,
-                prefill=max(seconds, 2 * _EPSILON),
+            copying = exchange.moved * self._speeds.copy
+            # While a prompt is computed, the others get a token for each of its batches.
+            batch = self._speeds.prefill_seconds(
+                max(0, job.prompt_tokens - self._speeds.batch), job.prompt_tokens
+            )
+            self._running.work[name] = Work(
+                slot,
+                prefill=max(seconds + copying, 2 * EPSILON),
                 decode=float(max(1, job.output_tokens - 1)),
-                granted=self._now,
-                in_flight=len(self._active) + 1,
+                step=batch,
+                setup=self._speeds.overhead,
+            )
+            host = max(0, cached - alone)
+            arrived, at_once = self._queued.pop(name), len(self._running.work)
+            self._active[name] = _Active(
+                *(int(name), job, slot, arrived, cached, host, seconds, self._now, at_once)
             )
             self._out.prefill_seconds += seconds
 
+    def _reused(self, slot: int, job: Job) -> int:
+        """Prompt tokens that a slot's content saves a call."""
+        return min(self._engine.cached(slot, _prompt(job)), job.prompt_tokens - 1) if job.keeps_prefix else 0
+
     def _advance(self) -> None:
         """Move time to whatever happens next, and let it happen."""
-        filling, rate = self._rates()
         due = self._arrivals[0][0] if self._arrivals else None
-        moments = [self._now + left for left in self._lefts(filling, rate)]
-        wake = self._policy.next_wake(self._now)
-        moments += [at for at in (due, wake) if at is not None and at > self._now]
+        left, wake = self._running.until_next(), self._policy.next_wake(self._now)
+        moments = [at for at in (due, wake) if at is not None and at > self._now]
+        if left is not None:
+            moments.append(self._now + left)
         if not moments:
             if due is None and self._left:
                 raise RuntimeError(f"the forecast stands still at {self._now:.1f} s")
             return
         elapsed = min(moments) - self._now
         self._now = min(moments)
-        for name, active in list(self._active.items()):
-            self._pass(name, active, elapsed, rate, fills=active is filling)
+        first, over = self._running.advance(elapsed)
+        for name in first:
+            self._active[name].first_token = self._now
+            self._policy.first_token(name, self._now)
+        for name in over:
+            self._finish(name)
 
-    def _lefts(self, filling: _Active | None, rate: float) -> Iterator[float]:
-        """Seconds that each request needs for what it is at, if it gets on at all."""
-        for active in self._active.values():
-            if active.setup > 0:
-                yield active.setup
-            elif active is filling:
-                yield active.prefill
-            elif active.prefill <= 0:
-                yield active.decode / rate
-
-    def _pass(self, name: str, active: _Active, elapsed: float, rate: float, *, fills: bool) -> None:
-        if active.setup > 0:
-            active.setup = _less(active.setup, elapsed)
-        elif fills:
-            active.prefill = _less(active.prefill, elapsed)
-            if not active.prefill:
-                active.first_token = self._now
-                self._policy.first_token(name, self._now)
-        elif active.prefill <= 0:
-            active.decode = _less(active.decode, elapsed * rate)
-            if not active.decode:
-                self._finish(name, active)
-
-    def _rates(self) -> tuple[_Active | None, float]:
-        """Whose prompt is being computed, and how many tokens a second each answer gets."""
-        ready = [one for one in self._active.values() if one.setup <= 0]
-        filling = [one for one in ready if one.prefill > 0]
-        if filling:
-            first = min(filling, key=lambda one: one.slot)
-            at = first.job.prompt_tokens
-            per_batch = self._speeds.prefill_seconds(max(0, at - self._speeds.batch), at)
-            return first, 1.0 / max(per_batch, _EPSILON)
-        decoding = max(1, len(ready))
-        return None, self._speeds.decode_rate(decoding) / decoding
-
-    def _finish(self, name: str, active: _Active) -> None:
-        job, out = active.job, self._out
-        del self._active[name]
-        self._held[active.slot] = job
+    def _finish(self, name: str) -> None:
+        active, out = self._active.pop(name), self._out
+        del self._running.work[name]
+        job = active.job
+        self._engine.serve(active.slot, held(job))
         decode = self._now - active.first_token
-        seconds = self._speeds.prefill_seconds(active.cached, job.prompt_tokens)
-        outcome = _outcome(job, active.cached, seconds, decode, active.first_token - active.arrived)
+        outcome = _outcome(job, active.cached, active.prefill, decode, active.first_token - active.arrived)
         self._policy.finish(name, outcome, self._now)
         out.requests += 1
         if job.counted:
             out.prompt += job.prompt_tokens
             out.cached += active.cached
+            out.from_host += active.host
         out.output += job.output_tokens
         out.decode_seconds += decode
         out.makespan = max(out.makespan, self._now)
@@ -298,16 +278,17 @@ class _Run:
         self._done(active.index)
 
 
-def _request(name: str, job: Job, now: float) -> Request:
-    prompt = Prompt(chain=job.chain, length=job.length, root=job.root)
-    return Request(
-        id=name,
-        prompt=prompt,
-        pool=POOL,
-        arrived=now,
-        max_output_tokens=job.max_output_tokens,
-        keeps_prefix=job.keeps_prefix,
-    )
+def _prompt(job: Job) -> Prompt:
+    return Prompt(chain=job.chain, length=job.length, root=job.root)
+
+
+def _after(job: Job) -> Prompt:
+    return Prompt(chain=job.after, length=max(job.length, job.after_length), root=job.root)
+
+
+def held(job: Job) -> Context:
+    """What a slot holds after a call."""
+    return content(_prompt(job), _after(job), job.prompt_tokens, job.output_tokens)
 
 
 def _outcome(job: Job, cached: int, prefill: float, decode: float, first: float | None = None) -> Outcome:
@@ -319,93 +300,15 @@ def _outcome(job: Job, cached: int, prefill: float, decode: float, first: float 
         prefill_seconds=prefill,
         decode_seconds=decode,
         ttft_seconds=first,
+        after=_after(job),
     )
 
 
-def _less(left: float, done: float) -> float:
-    return left - done if left - done > _EPSILON else 0.0
-
-
-def reused(held: Job | None, job: Job) -> int:
-    """Prompt tokens that a slot which holds ``held`` (with its answer) saves ``job``."""
-    if held is None or not job.keeps_prefix:
-        return 0
-    blocks = common_blocks(held.after, job.chain)
-    if blocks >= len(job.chain) > 0:
-        return job.prompt_tokens - 1
-    whole = held.prompt_tokens + held.output_tokens - 1
-    if blocks >= len(held.after) > 0:
-        tokens = whole
-    else:
-        at = blocks * BLOCK
-        if at <= held.length:
-            tokens = held.prompt_tokens * at // max(1, held.length)
-        else:
-            answer = max(1, held.after_length - held.length)
-            tokens = held.prompt_tokens + (held.output_tokens - 1) * (at - held.length) // answer
-    return max(0, min(tokens, job.prompt_tokens - 1))
-
-
-def _policy(load: Load, setup: Setup) -> Policy:
+def _policy(load: Load, setup: Setup) -> RouterCore | EngineSelection:
     if setup.queue == "engine":
         limit = {"serialize": 1, "pair": 2}.get(setup.in_flight, setup.slots)
-        return EngineAlone(load, setup.slots, limit)
+        return EngineSelection(setup.slots, min(limit, setup.slots))
     settings = CoreSettings(in_flight=setup.in_flight, queue=setup.queue, max_queue=max(1, len(load.jobs)))
     core = RouterCore({POOL: settings})
-    core.backend_up(BACKEND, POOL, setup.slots, setup.context, 0.0, known_empty=True)
+    core.backend_up(BACKEND, POOL, setup.slots, setup.context, 0.0, known_empty=True, host=setup.host)
     return core
-
-
-class EngineAlone:
-    """llama-server's own choice in arrival order: best similarity above a threshold, else the LRU slot."""
-
-    def __init__(self, load: Load, slots: int, limit: int) -> None:
-        self._jobs, self._limit = load.jobs, min(limit, slots)
-        self._warm = load.warm[-slots:]
-        self._held: list[Job | None] = [None] * slots
-        self._used = [-1.0] * slots
-        self._busy: dict[str, int] = {}
-        self._queue: deque[Request] = deque()
-
-    def submit(self, request: Request, now: float) -> None:
-        """Queue a request."""
-        del now
-        self._queue.append(request)
-
-    def next_wake(self, now: float) -> float | None:
-        """Nothing here depends on time."""
-        del now
-        return None
-
-    def first_token(self, request_id: str, now: float) -> None:
-        """Nothing is learned."""
-        del request_id, now
-
-    def grant(self, now: float) -> list[Lease]:
-        """In arrival order, as many as may run at once."""
-        leases = []
-        while self._queue and len(self._busy) < self._limit:
-            request = self._queue.popleft()
-            slot = self._choose(self._job(request.id))
-            self._busy[request.id] = slot
-            leases.append(Lease(request, SlotRef(BACKEND, slot), Decision.UNPINNED, 0, 0, now))
-        return leases
-
-    def finish(self, request_id: str, outcome: Outcome, now: float) -> None:
-        """The slot is free."""
-        del outcome
-        slot = self._busy.pop(request_id)
-        self._held[slot], self._used[slot] = self._job(request_id), now
-
-    def _job(self, name: str) -> Job:
-        if name.startswith(_WARM):
-            return self._warm[int(name[len(_WARM) :])]
-        return self._jobs[int(name)]
-
-    def _choose(self, job: Job) -> int:
-        taken = set(self._busy.values())
-        idle = [slot for slot in range(len(self._held)) if slot not in taken]
-        best = max(idle, key=lambda slot: reused(self._held[slot], job))
-        if reused(self._held[best], job) > _SIMILAR * job.prompt_tokens:
-            return best
-        return min(reversed(idle), key=lambda slot: self._used[slot])

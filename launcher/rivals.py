@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from warmslot.router.values import Decision, Lease, SlotRef
 
-from .replay import BACKEND, content
+from .modelled import BACKEND
 from .traces import BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from warmslot.router.values import Outcome, Prompt, Request
 
     from .replay import Speed
-    from .traces import Call, Trace
+    from .traces import Trace
 
 _HORIZON = 6
 """Calls of a session that are looked ahead: a session may alternate between contexts."""
@@ -43,12 +43,12 @@ class ArrivalOrder:
         self._slots = [_Slot() for _ in range(slots)]
         self._in_flight = in_flight
         self._queue: deque[Request] = deque()
-        self._calls: dict[str, tuple[int, Call]] = {}
+        self._calls: dict[str, tuple[int, Context]] = {}
         self._leases: dict[str, int] = {}
 
-    def expect(self, request: Request, session: int, call: Call) -> None:
-        """Told by the replay which recorded call a request is."""
-        self._calls[request.id] = (session, call)
+    def expect(self, request: Request, session: int, held: Context) -> None:
+        """Told beforehand whose call a request is, and what a slot holds after it."""
+        self._calls[request.id] = (session, held)
 
     def submit(self, request: Request, now: float) -> None:
         """Queue a request."""
@@ -79,9 +79,9 @@ class ArrivalOrder:
     def finish(self, request_id: str, outcome: Outcome, now: float) -> None:
         """The slot is free and holds prompt and answer."""
         del outcome
-        session, call = self._calls.pop(request_id)
+        session, held = self._calls.pop(request_id)
         slot = self._slots[self._leases.pop(request_id)]
-        slot.busy, slot.last_used, slot.held, slot.session = False, now, content(call), session
+        slot.busy, slot.last_used, slot.held, slot.session = False, now, held, session
 
     def choose(self, request: Request) -> int:
         """The slot for a request; some slot is idle."""

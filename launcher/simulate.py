@@ -21,7 +21,8 @@ from rich.table import Table
 from warmslot.router.core import CoreSettings, RouterCore
 from warmslot.router.values import HostMemory
 
-from .replay import BACKEND, POOL, Arrival, Clients, Engine, Served, Speed, replay
+from .modelled import BACKEND, POOL, Engine
+from .replay import Arrival, Clients, Served, Speed, replay
 from .rivals import ArrivalOrder, Clairvoyant, EngineSelection, Unbounded
 from .traces import Order, Trace, TraceError, load
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from warmslot.router.scheduler import InFlight
 
-    from .replay import Policy
+    from .modelled import Policy
 
 PolicyName = Literal["engine", "fifo", "reuse", "clairvoyant", "infinite"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)

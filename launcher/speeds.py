@@ -46,6 +46,8 @@ class Speeds:
     batch: int = BATCH
     start: float = 0.0
     """Seconds that any prefill takes, however few its tokens are."""
+    copy: float = 0.0
+    """Seconds to move a token's context to host memory or back."""
 
     def prefill_seconds(self, start: int, end: int) -> float:
         """Seconds to compute prompt tokens ``[start, end)`` alone."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from warmslot.launcher.replay import BACKEND, POOL, Clients, Engine, Served, Speed, replay
+from warmslot.launcher.modelled import BACKEND, POOL, Engine
+from warmslot.launcher.replay import Clients, Served, Speed, replay
 from warmslot.launcher.traces import Call, Trace, tokens_of
 from warmslot.router.core import CoreSettings, RouterCore
 from warmslot.router.values import Outcome, Priority, Prompt, Request, Status
