@@ -1,8 +1,8 @@
 """The modelled engine that traces are replayed on and loads are forecast on, in virtual time. Pure.
 
 Its rules are llama-server's: a slot holds prompt and answer, the longest common prefix is reused, at least
-one prompt token is computed, prompts are computed one after the other in slot order, and while one is computed
-the requests that decode get one token for each batch. What decides is the code that really routes.
+one prompt token is computed, prompts are computed one after the other in slot order, and while one is
+computed the requests that decode get one token for each batch. What decides is the code that really routes.
 """
 
 from __future__ import annotations
