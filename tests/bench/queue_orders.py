@@ -1,8 +1,8 @@
 """Ways to order the queue, compared on recorded traces: the router's own beside the two usual ones.
 
-``python -m tests.bench.queue_orders TRACES... [--slots 4,8] [--max-wait auto,120,255,360]``. Placement, linger
-and fairness are the router's in all of them; only who goes next differs. Whoever has waited for ``max_wait``
-goes first in the usual ones, oldest first, as engines and gateways do it:
+``python -m tests.bench.queue_orders TRACES... [--slots 4,8] [--max-wait auto,120,255,360]``. Placement and
+linger are the router's in all of them; only who goes next differs. Whoever has waited for ``max_wait`` goes
+first in the usual ones, oldest first, as engines and gateways do it:
 
 - ``shortest``: the fewest seconds of prefill on the best slot that is idle;
 - ``hrrn``: the highest response ratio, waiting plus service over service;
@@ -70,7 +70,7 @@ def ordered_by(order: Order) -> Iterator[None]:
             item.choice = price(item, False)
             if item.choice is not None:
                 return Pick(start=item)
-        wakes = [w.since + bound for w in waiting if now - w.since < bound and bound < math.inf]
+        wakes = [w.since + bound for w in waiting if now < w.since + bound < math.inf]
         able = []
         for item in waiting:
             item.choice = price(item, True)
