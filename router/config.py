@@ -113,6 +113,8 @@ class Scheduling(Section):
 _OF_ALL = frozenset({"name", "url"})
 _SOURCES = frozenset({"api_key", "api_key_env", "api_key_file"})
 _OF_REMOTE = _SOURCES | {"tls_ca"}
+_TOLD = frozenset({"cache_ram"})
+"""Of a backend elsewhere not set, but told of it."""
 
 
 class Backend(Section):
@@ -145,7 +147,8 @@ class Backend(Section):
     cpus: str | None = Field(default=None, pattern=CPUS_PATTERN)
     """CPUs that the engine may use, such as `0-7,16-23` (Linux); all of them where it is left out."""
     cache_ram: int = Field(default=0, ge=0, le=16_777_216)
-    """MiB of host memory for the engine's own prompt cache (`--cache-ram`); 0 switches it off."""
+    """MiB of host memory for the engine's own prompt cache (`--cache-ram`); 0 switches it off. Beside `url`,
+    0 says that this llama-server runs with `--cache-ram 0`; `endpoint.isolation` asks for that."""
     args: tuple[str, ...] = ()
     """More llama-server flags, passed as they are."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -176,9 +179,12 @@ class Backend(Section):
                 "found neither model nor url, allowed: one of them",
             )
         elif self.url is not None:
-            for other in sorted(self.model_fields_set - _OF_ALL - _OF_REMOTE):
+            for other in sorted(self.model_fields_set - _OF_ALL - _OF_REMOTE - _TOLD):
                 message = "found beside url, allowed: only in a backend that is launched here"
                 yield Problem((other,), message)
+            if self.cache_ram:
+                message = f"found {self.cache_ram} beside url, allowed: 0, which says that it has none"
+                yield Problem(("cache_ram",), message)
             if self.tls_ca is not None and not self.url.startswith("https:"):
                 yield Problem(("tls_ca",), "found beside an http address, allowed: beside an https one")
             sources = sorted(self.model_fields_set & _SOURCES)
@@ -304,7 +310,8 @@ class Endpoint(Section):
     client_slots: bool = False
     """Whether a client's own `id_slot` is honoured; else it is overwritten."""
     isolation: bool = False
-    """Clients with different keys share no prefixes, so that nobody learns by timing what others ask."""
+    """Clients with different keys share no prefixes, so that nobody learns by timing what others ask. No
+    backend may have a `cache_ram` then: the engine would reuse from it whatever matches."""
 
 
 class Journal(Section):
@@ -385,12 +392,30 @@ class Config(Section):
             for i, pool in enumerate(self.pools)
             for j, backend in enumerate(pool.backends)
         )
+        if self.endpoint.isolation:
+            yield from self._shared_caches()
         defaults = [i for i, pool in enumerate(self.pools) if pool.default]
         for i in defaults[1:]:
             first = self.pools[defaults[0]].name
             yield Problem(
                 ("pools", i, "default"), f"found true as in pool {first}, allowed: one default pool"
             )
+
+    def _shared_caches(self) -> Iterator[Problem]:
+        for i, pool in enumerate(self.pools):
+            for j, backend in enumerate(pool.backends):
+                place = ("pools", i, "backends", j)
+                if backend.url is not None and "cache_ram" not in backend.model_fields_set:
+                    yield Problem(
+                        (*place, "url"),
+                        "found without cache_ram beside endpoint.isolation, "
+                        "allowed: with cache_ram: 0, where it runs with --cache-ram 0",
+                    )
+                elif backend.url is None and backend.cache_ram:
+                    yield Problem(
+                        (*place, "cache_ram"),
+                        f"found {backend.cache_ram} beside endpoint.isolation, allowed: 0",
+                    )
 
     def _pool_names(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
         for i, pool in enumerate(self.pools):

@@ -21,6 +21,7 @@ from .config_schema import Schema, allowed, child, members, schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Set as AbstractSet
 
     from .config_schema import Path as Steps
 
@@ -355,18 +356,21 @@ def dump(config: Config) -> str:
     for key in data["keys"]:
         if "env" in key or "file" in key:
             del key["value"]
-    for pool in data["pools"]:
-        pool["backends"] = [_shown(backend) for backend in pool["backends"]]
+    for pool, given in zip(data["pools"], config.pools, strict=True):
+        pool["backends"] = [
+            _shown(backend, one.model_fields_set)
+            for backend, one in zip(pool["backends"], given.backends, strict=True)
+        ]
     text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=110)
     return text
 
 
-def _shown(backend: dict[str, Any]) -> dict[str, Any]:
+def _shown(backend: dict[str, Any], given: AbstractSet[str]) -> dict[str, Any]:
     if "url" in backend:
         if "api_key_env" in backend or "api_key_file" in backend:
             backend.pop("api_key", None)
-        access = ("name", "url", "api_key", "api_key_env", "api_key_file", "tls_ca")
-        return {name: backend[name] for name in access if name in backend}
+        names = ("name", "url", "api_key", "api_key_env", "api_key_file", "tls_ca", "cache_ram")
+        return {name: backend[name] for name in names if name in backend and name in given}
     backend["env"] = {
         name: _HIDDEN if _SECRET_NAME.search(name) else value for name, value in backend["env"].items()
     }

@@ -105,8 +105,8 @@ class Core(Protocol):
     def doubt(self, backend: str, slots: Iterable[int]) -> None:
         """What these slots hold is changed by something that is no request; leased ones are left alone."""
 
-    def outdate(self, backend: str) -> None:
-        """What a backend holds is of no use to any request to come; no lease may be out on it."""
+    def outdate(self, backend: str, reason: Loss, slots: Iterable[int]) -> None:
+        """What these slots of a backend hold is of no use to any request to come."""
 
     def unobserved(self, backend: str) -> None:
         """The engine's ``/slots`` tells nothing any more: no slot is taken to be somebody else's."""
@@ -324,24 +324,20 @@ class RouterCore:
             if slot is not None and slot.request is None:
                 residency.doubt(slot.ref)
 
-    def outdate(self, backend: str) -> None:
-        """Its slots hold something, but nothing that is recognised again; so does its cache in host memory.
-
-        What more slots would have kept is imagined anew as well: the same befalls the pool's other backends.
-        """
+    def outdate(self, backend: str, reason: Loss, slots: Iterable[int]) -> None:
+        """They hold something, but nothing that is recognised again; nor does its cache in host memory."""
         state = self._backends.get(backend)
         if state is None:
             return
         pool = self._pools[state.pool]
-        for index in range(state.slots):
-            ref = SlotRef(backend, index)
+        for ref in (SlotRef(backend, index) for index in slots):
             slot = pool.residency.slots[ref]
-            if slot.request is None:
-                pool.lose(slot.held if slot.known else None, Loss.RESTARTED)
-                pool.residency.hold(ref, None, known=slot.known and slot.held is None)
+            pool.lose(slot.held if slot.known else None, reason)
+            pool.residency.hold(ref, None, known=slot.known and slot.held is None)
         if state.host is not None:
             state.host.forget()
-        pool.shadow.forget()
+        if reason is Loss.RESTARTED:  # more slots would not have kept it either
+            pool.shadow.forget()
 
     def unobserved(self, backend: str) -> None:
         """The engine does not say any more what its slots do: none is taken to be somebody else's."""

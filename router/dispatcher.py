@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from .core import Contents, Core, CoreSettings
     from .observer import Observer
-    from .values import HostMemory, HostMemoryView, Lease, Report, Request, SlotObservation, SlotView
+    from .values import HostMemory, HostMemoryView, Lease, Loss, Report, Request, SlotObservation, SlotView
 
 log = logging.getLogger("warmslot.router")
 
@@ -346,9 +346,9 @@ class Dispatcher:
         """What these idle slots of a backend hold is not known any more, until it is observed."""
         self._core.doubt(name, slots)
 
-    def outdated(self, name: str) -> None:
-        """What a backend holds was made with other adapters: no request to come can use it."""
-        self._core.outdate(name)
+    def outdated(self, name: str, reason: Loss, slots: Iterable[int] | None = None) -> None:
+        """What these slots of a backend, or all, hold is of no use any more (other adapters, or emptied)."""
+        self._core.outdate(name, reason, range(self._backends[name].slots) if slots is None else slots)
 
     def position(self, request_id: str) -> tuple[int, float] | None:
         """Place in the queue (0 = next) and about how many seconds are before it; ``None`` if not queued."""

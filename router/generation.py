@@ -16,6 +16,7 @@ from .backend import EngineBroke, EngineUnreachable
 from .backends import NoBackendError, StoppingError
 from .client import Client, ClientGoneError
 from .core import QueueFullError
+from .isolation import Tenants
 from .masks import Treatment
 from .outbox import ClientStalledError, Outbox
 from .quota import Quota
@@ -83,6 +84,8 @@ class Shop:
     treatments: Mapping[str, Treatment] = field(default_factory=dict)
     """By pool: masks and the order of tools."""
     journal: Journal | None = None
+    tenants: Tenants = field(default_factory=Tenants)
+    """Whose text each slot holds, where clients are isolated."""
 
     async def attend(
         self, client: Client, passage: Passage, serve: Callable[[Client, Passage], Awaitable[None]]
@@ -287,12 +290,18 @@ class Attempt:
         self._reader = TruthReader(lease.request.route, work.outbox is not None)
         self._sent = work.passage.began
         self._settled = False
+        self._life = self._dispatcher.held()[self._id].life
+        self._tenant = name_of(work.client)
+        self._doubted: dict[int, str] = {}
+        """Owners of slots that this request may touch, as they were before."""
 
     async def run(self) -> bool:
         """Whether an answer was given; False if nothing was sent and another lease may be tried."""
         try:
             engine = self._dispatcher.client(self._lease)
             self._dispatcher.sending(self._id)
+            if self._shop.isolate:
+                self._doubted = self._shop.tenants.doubt(self._life, self._touches, by=self._tenant)
             await self._prepare(engine)
             self._sent = time.monotonic()
             async with engine.open(
@@ -334,7 +343,31 @@ class Attempt:
     @property
     def _fresh(self) -> bool:
         """Whether nothing in the slot may be reused: another client's prefix would show in the time taken."""
-        return self._shop.isolate and self._lease.predicted_tokens == 0
+        if not self._shop.isolate:
+            return False
+        if self._touches is None:
+            return True
+        expected = self._work.slot is not None or self._lease.predicted_tokens > 0
+        return not (expected and self._shop.tenants.owns(self._tenant, self._life, self._slot))
+
+    @property
+    def _touches(self) -> frozenset[int] | None:
+        """The slots that the engine may run it in; ``None`` where that may be any."""
+        if self._work.slot is not None:
+            return frozenset({self._slot})
+        lease = self._lease
+        return (
+            frozenset(ref.slot for ref in (lease.slot, *lease.extra_slots)) if lease.request.pinned else None
+        )
+
+    def _owns(self) -> dict[int, str]:
+        """Whose text is where now that the engine has answered this request whole."""
+        return {} if self._touches is None else {self._slot: self._tenant}
+
+    @property
+    def _disturbed(self) -> bool:
+        """Whether slots were changed for this request before it was sent itself."""
+        return False
 
     async def _look_where(self) -> None:
         """Find out in which slot the engine served a request that it was free to place."""
@@ -383,9 +416,14 @@ class Attempt:
         )
 
     def _finish(self, outcome: Outcome) -> None:
-        if not self._settled:
-            self._settled = True
-            self._dispatcher.finish(self._id, outcome)
+        if self._settled:
+            return
+        self._settled = True
+        if self._shop.isolate and outcome.untouched:
+            self._shop.tenants.know(self._life, self._doubted)
+        elif self._shop.isolate and outcome.status is Status.OK:
+            self._shop.tenants.know(self._life, self._owns())
+        self._dispatcher.finish(self._id, outcome)
 
     def _leave(self, status: Status) -> None:
         """Only the engine can say when the slot is free."""
@@ -468,7 +506,8 @@ class Attempt:
             self._work.passage.status = Status.ERROR
             error = reader.error or {}
             refused = 400 <= response.status < 500 or response.status in {501, 503}  # noqa: PLR2004
-            outcome = Outcome(Status.ERROR, untouched=refused, engine_error=is_fatal(error))
+            untouched = refused and not self._disturbed
+            outcome = Outcome(Status.ERROR, untouched=untouched, engine_error=is_fatal(error))
         rest = b"".join(held) if client.started else self._shown_whole(b"".join(held))
         self._finish(outcome)
         if not client.started:

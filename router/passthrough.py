@@ -18,6 +18,7 @@ from . import errors
 from .backend import EngineBroke, EngineError, EngineUnreachable
 from .client import Client
 from .generation import ATTEMPTS, Passage, name_of, priority
+from .isolation import empty
 from .outbox import Outbox
 from .values import Outcome, Prompt, Request, Route, Status
 
@@ -133,6 +134,8 @@ class Passthrough:
         try:
             engine = dispatcher.client(lease)
             dispatcher.sending(lease.request.id)
+            if self._shop.isolate:
+                await self._keep_apart(engine, work, lease)
             await self._send(engine, work, lease)
         except EngineUnreachable as error:
             if not error.sent:
@@ -147,6 +150,17 @@ class Passthrough:
             self._leave(lease, Status.CANCELLED)
             raise
         return True
+
+    async def _keep_apart(self, engine: EngineClient, work: _Work, lease: Lease) -> None:
+        """What follows may run in any slot. Embeddings and rerank compute all of it; others might reuse."""
+        shop = self._shop
+        shop.tenants.doubt(shop.dispatcher.held()[lease.request.id].life)
+        if work.passage.route is Route.OTHER:
+            keys = [
+                pair for pair in shop.outgoing(work.client) if pair[0] in {b"authorization", b"x-api-key"}
+            ]
+            slots = [view.ref.slot for view in shop.dispatcher.slots() if view.ref.backend == engine.name]
+            await empty(shop.dispatcher, engine, [*keys, (b"content-type", b"application/json")], slots)
 
     def _leave(self, lease: Lease, status: Status) -> None:
         """Unless it is finished, only the engine can say when it is over."""
@@ -196,6 +210,7 @@ class Passthrough:
                 raise
             if lease is not None:
                 refused = 400 <= response.status < 500 or response.status == 501  # noqa: PLR2004
+                refused = refused and not (shop.isolate and work.passage.route is Route.OTHER)  # emptied
                 if not refused:
                     await self._look(engine)
                 shop.dispatcher.finish(lease.request.id, Outcome(work.passage.status, untouched=refused))

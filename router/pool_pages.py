@@ -17,7 +17,7 @@ from .client import Client
 from .generation import ATTEMPTS, Passage, without_length
 from .passthrough import target
 from .slots_page import backend_named
-from .values import Route, Status
+from .values import Loss, Route, Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -169,7 +169,7 @@ class Adapters(_PoolPage):
                     return answer
                 finally:
                     if perhaps:
-                        dispatcher.outdated(backend.name)
+                        dispatcher.outdated(backend.name, Loss.RESTARTED)
         except (EngineUnreachable, EngineBroke) as error:
             dispatcher.suspect(backend.name)
             return error

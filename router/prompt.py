@@ -8,6 +8,7 @@ here; everything else in a body is the engine's to judge.
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -205,7 +206,7 @@ async def render(
         chat = conversion.chat_of(route, body)
     if chat is not None and conversion.has_media(chat.get("messages")):
         chat = None  # rendered, one image would look like any other
-    text = None if chat is None else await _rendered(client, chat)
+    text = None if chat is None else await _rendered(client, chat, root)
     if text is not None:
         return _prompt(text.encode("utf-8", "surrogatepass"), root)
     return _prompt(_plain(body), _derive(root, b"plain", route.encode()))
@@ -252,9 +253,9 @@ class _Renderings:
 _renderings: WeakKeyDictionary[EngineClient, _Renderings] = WeakKeyDictionary()
 
 
-async def _rendered(client: EngineClient, body: Mapping[str, Any]) -> str | None:
+async def _rendered(client: EngineClient, body: Mapping[str, Any], root: bytes) -> str | None:
     content = dump({key: value for key, value in body.items() if key not in {"stream", "stream_options"}})
-    key = hashlib.blake2b(content, digest_size=16).digest()
+    key = hashlib.blake2b(content, key=root, digest_size=16).digest()  # nobody learns what others rendered
     cache = _renderings.setdefault(client, _Renderings())
     if (text := cache.get(key)) is not None:
         return text
@@ -340,6 +341,10 @@ def _pack(tokens: Iterable[int]) -> bytes:
 # -- the body that is sent ---------------------------------------------------------------------------------
 
 
+_ESCAPED_NAME: Final = re.compile(rb"\\u00(?:5[fF]|6|7[0-9aA])")
+"""A letter or ``_`` that is written as an escape, perhaps in the name of a field that is set here."""
+
+
 def pin(body: bytes | Mapping[str, Any], slot: int, *, fresh: bool = False) -> bytes:
     """The body with ``id_slot`` set to ``slot`` and ``cache_prompt`` on unless the client decided about it.
 
@@ -353,7 +358,7 @@ def pin(body: bytes | Mapping[str, Any], slot: int, *, fresh: bool = False) -> b
         simple = end.startswith(b"{") or end.lstrip().startswith(b"{")
         if not simple or not end.endswith(b"}"):
             raise BadRequest(None, "the body must be a JSON object")
-        if not any(mark in end for mark in (b'"id_slot"', b'"cache_prompt"', b"\\u005f", b"\\u005F")):
+        if not (b'"id_slot"' in end or b'"cache_prompt"' in end or _ESCAPED_NAME.search(end)):
             start = end[:-1].rstrip()
             comma = b"" if start.endswith(b"{") and len(start.lstrip()) == 1 else b","
             return b'%s%s"id_slot":%d,"cache_prompt":%s}' % (

@@ -107,6 +107,8 @@ class SlotAction:
             # Whatever becomes of it: until the engine has answered, nobody knows what the slot holds.
             if action != "save":
                 dispatcher.doubted(backend.name, [slot])
+                if backend.life is not None:
+                    self._shop.tenants.doubt(backend.life, [slot])
             headers = self._shop.outgoing(client)
             async with engine.open("POST", f"/slots/{slot}?action={action}", headers, raw) as response:
                 body = await response.read()

@@ -18,6 +18,7 @@ import orjson
 
 from .backend import EngineBroke, EngineError, EngineUnreachable
 from .generation import Attempt, Generation, Work
+from .isolation import empty, may_hold
 from .stream import TruthReader
 from .trie import common_blocks
 from .usage import Correction, corrected
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from .backend import EngineClient
+    from .client import Headers
     from .dispatcher import Dispatcher
     from .generation import Shop
     from .values import Lease, Request
@@ -36,6 +38,9 @@ _CLEAR = 0.2
 
 _MARGIN = 32
 """Tokens by which estimates of what slots share may be wrong."""
+
+_TOO_LONG = "exceed_context_size_error"
+"""The engine's name for a prompt that no slot can hold: it will not run the request itself either."""
 
 _WHOLE = 8
 """A slot that lacks no more tokens than this of a prompt may hold all of it."""
@@ -130,35 +135,75 @@ class SteeredAttempt(Attempt):
         """What the engine said of the call that computed the prompt."""
         self._ran_on: SlotRef | None = None
         self._correction: Correction | None = None
+        self._too_long = False
+        self._emptied: frozenset[int] = frozenset()
+        """Slots that were filled with nobody's text."""
 
     async def _prepare(self, engine: EngineClient) -> None:
-        """Compute the prompt in the slot of the lease, so that the engine takes this one."""
-        if self._way is Way.FORESEEN or self._work.text is None:
+        """Compute the prompt in the slot of the lease, so that the engine takes this one.
+
+        Where that cannot be done and clients are isolated, no slot may hold what this one must not find.
+        """
+        if self._way is Way.FORESEEN:
             return
-        body = {
-            "prompt": self._work.text,
-            "n_predict": 0,
-            "id_slot": self._lease.slot.slot,
-            "cache_prompt": not self._fresh,
-            "stream": True,
-            "return_progress": True,  # an engine notices sooner that nobody waits any more
-        }
         headers = [
             (name, value)
             for name, value in self._shop.outgoing(self._work.client)
             if name in {b"authorization", b"x-api-key"}
         ]
         headers.append((b"content-type", b"application/json"))
+        if self._work.text is not None:
+            await self._compute(engine, headers, self._work.text)
+        if self._shop.isolate and not self._too_long and (others := self._betraying()):
+            self._emptied = frozenset(others)
+            await empty(self._dispatcher, engine, headers, others)
+        # Of another error nothing is told here: the engine answers the request itself with it.
+        self._dispatcher.sending(self._id)
+
+    def _betraying(self) -> list[int]:
+        """The slots that would be taken for what other clients have in them."""
+        backend = self._lease.slot.backend
+        if self._before is None:
+            return [view.ref.slot for view in self._dispatcher.slots() if view.ref.backend == backend]
+        certain = self._doubted.keys() | self._shop.tenants.certain(self._life)
+        held = may_hold(self._dispatcher, backend, self._lease.request.prompt, certain)
+        # Of slots that hold all of the prompt the engine takes the lowest.
+        return [slot for slot in held if slot < self._lease.slot.slot]
+
+    async def _compute(self, engine: EngineClient, headers: Headers, text: str) -> None:
+        body = {
+            "prompt": text,
+            "n_predict": 0,
+            "id_slot": self._lease.slot.slot,
+            "cache_prompt": not self._fresh,
+            "stream": True,
+            "return_progress": True,  # an engine notices sooner that nobody waits any more
+        }
         reader = TruthReader(Route.COMPLETION, streaming=True)
         async with engine.open("POST", "/completion", headers, orjson.dumps(body)) as response:
             self._dispatcher.started(self._id)
             async for chunk in response.chunks():
                 reader.feed(chunk)
+        self._too_long = (reader.error or {}).get("type") == _TOO_LONG
         if reader.error is None and reader.cached_tokens is not None:
             self._before = reader
             self._correction = Correction(*self._computed())
-        # An error is not told here: the engine answers the request itself with it.
-        self._dispatcher.sending(self._id)
+
+    @property
+    def _fresh(self) -> bool:
+        """Of the call that computes the prompt, which is pinned."""
+        owned = self._shop.tenants.owns(self._tenant, self._life, self._lease.slot.slot)
+        return self._shop.isolate and not (owned and self._lease.predicted_tokens > 0)
+
+    @property
+    def _disturbed(self) -> bool:
+        return self._before is not None or bool(self._emptied)
+
+    def _owns(self) -> dict[int, str]:
+        if self._before is None or self._ran_on != self._lease.slot:
+            return {}
+        others = {slot: who for slot, who in self._doubted.items() if slot not in self._emptied}
+        return others | {self._lease.slot.slot: self._tenant}
 
     def _body(self) -> bytes:
         """The client's bytes. A build that honours a pin here is told the slot; the others ignore it."""

@@ -138,7 +138,8 @@ class Generation:
     async def _take(self) -> None:
         """Give each job its slot, the engine's way; wait in the engine's queue where there is none."""
         server = self.server
-        keep = self.body.get("cache_prompt") is not False
+        # /v1/messages knows no such field.
+        keep = isinstance(self.shape, Messages) or self.body.get("cache_prompt") is not False
         for index, job in enumerate(self.jobs):
             job.index = index
             siblings = index > 0 and self.jobs[index - 1].extra["prompt"] == job.extra["prompt"]
@@ -149,6 +150,7 @@ class Generation:
                 slot.tokens = list(self.slots[-1].tokens)
             server.model.launch(slot, server.tasks, job.tokens, keep=keep or siblings)
             server.log(f"slot launch_slot_: id {slot.id:2d} | task {server.tasks} | processing task")
+            server.on_launch(slot, self.request)
             job.slot, job.cached = slot.id, slot.cached
             job.extra["child"] = siblings
             self.request.slots.append(slot.id)

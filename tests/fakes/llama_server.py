@@ -23,7 +23,7 @@ from tests.fakes.answers import Chat, Completions, Infill, Messages, Native, Res
 from tests.fakes.gate import Gate
 from tests.fakes.generation import Generation, body_of, to_json
 from tests.fakes.http import Connection, HttpServer, Received
-from tests.fakes.slot_model import EngineRefusalError, SlotModel, Vocabulary, render
+from tests.fakes.slot_model import EngineRefusalError, Slot, SlotModel, Vocabulary, render
 
 if TYPE_CHECKING:
     import ssl
@@ -76,10 +76,12 @@ class FakeLlamaServer:
         """What ``/lora-adapters`` lists: objects with ``id`` and ``scale``."""
         self.missing: set[str] = set()
         """What this build lacks: ``slots``, ``metrics``, ``props``, ``apply-template``, ``timings``,
-        ``usage``, or the name of a field of ``/slots`` elements."""
+        ``usage``, a generating route, or the name of a field of ``/slots`` elements."""
         self.unknown_fields = False
         self.token_ms = 10.0
         """What answers say that each generated token took."""
+        self.on_launch: Callable[[Slot, Received], None] = lambda _slot, _request: None
+        """Told of each prompt that begins in a slot, once it is cut back to what is reused."""
         self.requests: list[Received] = []
         self.violations: list[str] = []
         self.deferred_total = 0
@@ -186,7 +188,7 @@ class FakeLlamaServer:
             self._refuse_strangers(request)
             self._refuse_while_loading()
             shape = _SHAPES.get(request.path) if request.method == "POST" else None
-            if shape is not None:
+            if shape is not None and request.path.lstrip("/") not in self.missing:
                 await self._generation(connection, request, shape)
                 return
             answer = self._control(request)

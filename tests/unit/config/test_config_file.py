@@ -179,6 +179,24 @@ WRONG = {
             "allowed: at most one of api_key, api_key_env, api_key_file"
         ),
     ),
+    "isolation and a cache that all share": (
+        with_backend("cache_ram: 64") + "endpoint:\n  isolation: true\n",
+        "f.yaml:6: pools[0].backends[0].cache_ram: found 64 beside endpoint.isolation, allowed: 0",
+    ),
+    "isolation and an engine that may share": (
+        MINIMAL.replace("model: demo", "url: http://h:1") + "endpoint:\n  isolation: true\n",
+        (
+            "f.yaml:5: pools[0].backends[0].url: found without cache_ram beside endpoint.isolation, "
+            "allowed: with cache_ram: 0, where it runs with --cache-ram 0"
+        ),
+    ),
+    "a cache that is not ours to set": (
+        MINIMAL.replace("model: demo", "url: http://h:1") + "        cache_ram: 64\n",
+        (
+            "f.yaml:6: pools[0].backends[0].cache_ram: "
+            "found 64 beside url, allowed: 0, which says that it has none"
+        ),
+    ),
     "certificates for plain HTTP": (
         MINIMAL.replace("model: demo", "url: http://h:1") + "        tls_ca: a\n",
         ("f.yaml:6: pools[0].backends[0].tls_ca: found beside an http address, allowed: beside an https one"),
@@ -397,3 +415,15 @@ def test_aliases_of_aliases_do_not_hold_anybody_up(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="aliases within aliases") as caught:
         load(file)
     assert str(caught.value).startswith(f"{file}:")
+
+
+def test_a_remote_backend_without_a_cache_may_be_isolated(tmp_path: Path) -> None:
+    text = MINIMAL.replace("model: demo", "url: http://h:1") + "        cache_ram: 0\n"
+    file = tmp_path / "f.yaml"
+    file.write_text(text + "endpoint:\n  isolation: true\n")
+    config = load(file)
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(dump(config))
+    assert load(shown).pools[0].backends[0].model_fields_set >= {"url", "cache_ram"}
+    file.write_text(text.replace("        cache_ram: 0\n", ""))
+    assert "cache_ram" not in dump(load(file))
