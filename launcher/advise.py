@@ -11,14 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from warmslot.router.advice import LEAST_REQUESTS
+from warmslot.router.values import HostMemory
 
 from .advise_stretch import Stretch, stretch
 from .forecast import Forecast, Setup, forecast
 from .load import Load, load_of
-from .speeds import Speeds, speeds_of
+from .speeds import Speeds, copy_of, speeds_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from warmslot.router.journal import Reading
@@ -35,6 +36,9 @@ WORK: Final = 12_000
 _FORECASTS: Final = 20
 _EQUAL: Final = 0.02
 """Results that differ by less are taken for equal; then the smaller setup wins."""
+
+ENGINES_OWN: Final = HostMemory(8192 * (1 << 20))
+"""What ``--cache-ram`` is where nobody sets it; how much a token takes in it is not known."""
 
 _GRAIN: Final = 256
 """Contexts are rounded up to this many tokens."""
@@ -88,6 +92,13 @@ class Advice:
     """Slot counts that the budget of KV tokens rules out."""
     unmeasured: list[str] = field(default_factory=list)
     """Candidates of which the journal tells too little to foretell them."""
+    otherwise: Speeds | None = None
+    """Rates with drafts where the journal's are without, and the other way round; as far as known."""
+
+    def rates(self, setup: Setup) -> Speeds:
+        """The backend's rates under a setup."""
+        same = setup.drafts is self.stretch.drafts
+        return self.speeds if same or self.otherwise is None else self.otherwise
 
 
 def advise(
@@ -96,14 +107,18 @@ def advise(
     kv_tokens: int | None,
     progress: Callable[[str, int, int], None],
     slots: Sequence[int] = (),
+    host: HostMemory = ENGINES_OWN,
+    copy: float | None = None,
 ) -> tuple[Advice, Reading]:
     """Advice from a journal. ``kv_tokens``: what all slots together may hold; else what they hold now.
 
-    ``slots``: the counts to choose from; else all that the load may need. Raises :class:`AdviceError`,
-    :class:`~warmslot.router.journal.JournalError`.
+    ``slots``: the counts to choose from; else all that the load may need. ``host``: the prompt cache in host
+    memory that is weighed; ``copy``: seconds to move a token's context there or back, where the journal
+    cannot tell. Raises :class:`AdviceError`, :class:`~warmslot.router.journal.JournalError`.
     """
     part, reading = stretch(path, WORK // _FORECASTS, progress)
-    return advise_on(part, kv_tokens=kv_tokens, slots=slots, progress=progress), reading
+    found = advise_on(part, kv_tokens=kv_tokens, slots=slots, host=host, copy=copy, progress=progress)
+    return found, reading
 
 
 def advise_on(
@@ -112,8 +127,10 @@ def advise_on(
     kv_tokens: int | None,
     progress: Callable[[str, int, int], None],
     slots: Sequence[int] = (),
+    host: HostMemory = ENGINES_OWN,
+    copy: float | None = None,
 ) -> Advice:
-    """Advice from a stretch of a journal. Raises :class:`AdviceError`."""
+    """Advice from a stretch of a journal, as :func:`advise`. Raises :class:`AdviceError`."""
     load = load_of(part.records, part.earlier)
     _enough(part, load)
     speeds = speeds_of(part.records)
@@ -127,10 +144,15 @@ def advise_on(
             f"the longest request needs {need} tokens of context, more than all {budget} tokens of KV: "
             "give --kv-tokens"
         )
-    runs = _Runs(load, speeds, part, need, budget, progress)
+    measured = copy_of([*part.earlier, *part.records], part.slots, host) if part.host else None
+    copy = measured if measured is not None else copy
+    speeds.copy = copy or 0.0
+    runs = _Runs(load, speeds, part, need, budget, None if copy is None and not part.host else host, progress)
     candidates = [runs.run(count, way) for count in counts for way in _ways(count, ("serialize", "slots"))]
     near = list(dict.fromkeys(one.setup.slots for one in sorted(candidates, key=_rank)))[:_REFINED]
     candidates += [runs.run(count, way) for count in near for way in _ways(count, ("pair", "auto"))]
+    # A cache in host memory may make up for slots, so it is tried with each count of them.
+    candidates += runs.cached({one.setup.slots: one for one in sorted(candidates, key=_rank, reverse=True)})
     for one in sorted(candidates, key=_rank)[:_REFINED]:
         candidates += runs.otherwise(one)
     candidates = list({one.setup: one for one in candidates}.values())
@@ -138,7 +160,7 @@ def advise_on(
     alone = min((runs.run(count, "slots", queue="engine") for count in counts), key=_rank)
     recorded = _recorded(part, runs)
     advice = Advice(part, load, speeds, best, candidates, recorded, alone, "high", unfit=unfit)
-    advice.unmeasured = runs.unmeasured
+    advice.unmeasured, advice.otherwise = runs.unmeasured, runs.other
     advice.doubts = list(_doubts(advice))
     serious = sum(one.startswith("!") for one in advice.doubts)
     advice.confidence = "low" if serious else "medium" if advice.doubts else "high"
@@ -187,15 +209,22 @@ class _Runs:
         part: Stretch,
         need: int,
         budget: int,
+        host: HostMemory | None,
         progress: Callable[[str, int, int], None],
     ) -> None:
         self.load, self.speeds = load, speeds
         self._drafts = part.drafts
+        self._host, self._had_host = host, part.host
         self._now, self._need, self._budget = part.context or need, need, budget
         self._progress = progress
         self._done: dict[Setup, Forecast] = {}
         self.unmeasured: list[str] = []
-        self._other = self._other_speeds(part)
+        self.other = self._other_speeds(part)
+        if host is None:
+            self.unmeasured.append(
+                "the engine's prompt cache in host memory: not measured; serve with cache_ram for a while, "
+                "or give --copy"
+            )
 
     def _other_speeds(self, part: Stretch) -> Speeds | None:
         """The rates with drafts where the journal's are without, and the other way round; as far as known."""
@@ -222,25 +251,36 @@ class _Runs:
         speeds: Speeds | None = None,
     ) -> Forecast:
         """One forecast."""
-        return self._forecast(Setup(slots, self.context(slots), in_flight, queue, self._drafts), speeds)
+        host = self._host if self._had_host else None
+        setup = Setup(slots, self.context(slots), in_flight, queue, self._drafts, host)
+        return self._forecast(setup, speeds)
 
     def otherwise(self, one: Forecast) -> list[Forecast]:
         """The same slots with no more context than is needed, and with or without drafts, as far as known."""
         setups = []
         if one.setup.context > self._need:
             setups.append(replace(one.setup, context=self._need))
-        if self._other is not None:
+        if self.other is not None:
             setups.append(replace(one.setup, drafts=not self._drafts))
         return [self._forecast(setup) for setup in setups]
+
+    def cached(self, best: Mapping[int, Forecast]) -> list[Forecast]:
+        """The best way of each slot count with the cache in host memory, or without; as far as known."""
+        if self._host is None:
+            return []
+        host = None if self._had_host else self._host
+        return [self._forecast(replace(one.setup, host=host)) for one in best.values()]
 
     def _forecast(self, setup: Setup, speeds: Speeds | None = None) -> Forecast:
         if speeds is None and setup in self._done:
             return self._done[setup]
-        rates = speeds or (self.speeds if setup.drafts is self._drafts else self._other) or self.speeds
+        rates = speeds or (self.speeds if setup.drafts is self._drafts else self.other) or self.speeds
         name = f"{setup.slots} slots of {setup.context:,}, {setup.in_flight}"
         name += ", engine alone" if setup.queue == "engine" else ""
         if setup.drafts is not self._drafts:
             name += ", with drafts" if setup.drafts else ", without drafts"
+        if (setup.host is not None) is not self._had_host:
+            name += ", with RAM cache" if setup.host else ", without RAM cache"
 
         def tell(done: int) -> None:
             if done % 50 == 0:
@@ -263,7 +303,15 @@ def choose(candidates: Sequence[Forecast]) -> Forecast:
     quickest = min(one.mean_seconds for one in equal)
     good = [one for one in equal if one.mean_seconds <= quickest * (1 + _EQUAL)]
     order = {"serialize": 0, "pair": 1, "slots": 2, "auto": 3}
-    return min(good, key=lambda one: (one.setup.slots, order[one.setup.in_flight], -one.setup.context))
+    return min(
+        good,
+        key=lambda one: (
+            one.setup.slots,
+            one.setup.host is not None,
+            order[one.setup.in_flight],
+            -one.setup.context,
+        ),
+    )
 
 
 def _recorded(part: Stretch, runs: _Runs) -> Recorded | None:
@@ -296,6 +344,12 @@ def _doubts(advice: Advice) -> list[str]:
         doubts.append(
             "!the journal never saw two answers decode at once, so what sharing gains is assumed "
             "('warmslot check' measures it)"
+        )
+    if best.setup.host is not None and not advice.speeds.copy:
+        doubts.append("!how long copying to host memory takes is not known and was left out (--copy)")
+    if best.setup.host is not None and not best.setup.host.token_bytes:
+        doubts.append(
+            "how much a token takes in host memory is not known, so it was taken never to be full (--model)"
         )
     guessed = sum(one.guessed for one in advice.stretch.records)
     if guessed * 5 > len(load.jobs):

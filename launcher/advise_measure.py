@@ -13,6 +13,8 @@ from rich.table import Table
 
 from .bench import BenchError, engine_setting, routed
 from .bench_replay import Target, replay
+from .forecast import forecast
+from .host_memory import cache_ram
 from .memory import CACHE_TYPES
 from .plan import need
 
@@ -77,6 +79,11 @@ def memory_of(model: Model, args: Sequence[str]) -> Callable[[Setup], int]:
     return lambda setup: need(model, setup.slots, setup.context, (key, value))
 
 
+def way(setup: Setup) -> str:
+    """How a setup serves, beside its slots."""
+    return setup.in_flight if setup.host is None else f"{setup.in_flight}, RAM cache"
+
+
 def contenders(advice: Advice, count: int) -> list[Forecast]:
     """The candidates to measure: the advised one, then the best of each other slot count."""
     best: dict[int, Forecast] = {}
@@ -97,23 +104,27 @@ async def measure(
 ) -> list[Measured]:
     """Serve the load on each candidate. Raises :class:`MeasureError`."""
     found = []
+    load = advice.load.told()
     for one in candidates:
         setup = one.setup
+        # The texts are served with the lengths of their answers told, so that is what is foretold, too.
+        foretold = one if load.jobs == advice.load.jobs else forecast(load, advice.rates(setup), setup)
         backend: dict[str, Any] = {
             "name": "candidate",
             "model": str(model),
             "slots": setup.slots,
             "context": setup.context
             + 256,  # the texts are as long in tokens as they can be made, not exactly
+            "cache_ram": cache_ram(setup.host),
             "args": list(args),
         }
         pool = {"name": "m", "scheduling": {"in_flight": setup.in_flight}, "backends": [backend]}
         config = {"engine": engine_setting(engine), "pools": [pool]}
-        name = f"{setup.slots} slots, {setup.in_flight}"
+        name = f"{setup.slots} slots, {way(setup)}"
         try:
             async with routed(config) as url:
                 (side,) = await replay(
-                    advice.load,
+                    load,
                     {},
                     [Target(f"measuring {name}", url)],
                     rounds=1,
@@ -126,7 +137,7 @@ async def measure(
         (served,) = side.rounds
         if served.failures:
             raise MeasureError(f"{name}: {len(served.failures)} calls failed: {served.failures[0].error}")
-        found.append(Measured.of(one, advice.load, served))
+        found.append(Measured.of(foretold, load, served))
     return found
 
 
@@ -139,7 +150,7 @@ def show(console: Console, measured: Sequence[Measured]) -> None:
         table.add_column(name, justify="right")
     for one in measured:
         table.add_row(
-            *(str(one.forecast.setup.slots), one.forecast.setup.in_flight),
+            *(str(one.forecast.setup.slots), way(one.forecast.setup)),
             *(f"{one.forecast.reuse:.1%}", f"{one.reuse:.1%}", f"{100 * one.reuse_off:+.1f} points"),
             *(f"{one.forecast.makespan:.1f} s", f"{one.served.seconds:.1f} s", f"{one.time_off:+.0%}"),
         )
@@ -162,6 +173,7 @@ def as_json(measured: Sequence[Measured]) -> list[dict[str, Any]]:
         {
             "slots": one.forecast.setup.slots,
             "in_flight": one.forecast.setup.in_flight,
+            "cache_ram_mib": cache_ram(one.forecast.setup.host),
             "reuse_foretold": one.forecast.reuse,
             "reuse_measured": one.reuse,
             "seconds_foretold": one.forecast.makespan,

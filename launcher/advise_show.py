@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from .host_memory import MIB
+from .host_memory import MIB, cache_ram
 from .report import duration
 
 if TYPE_CHECKING:
@@ -51,7 +51,10 @@ def show(console: Console, advice: Advice, memory: Memory | None = None) -> None
 def headline(advice: Advice) -> str:
     """The recommendation in a few words."""
     setup = advice.best.setup
-    return f"--parallel {setup.slots}, {_way(advice.best)}, {setup.context:,} tokens of context in each slot"
+    text = f"--parallel {setup.slots}, {_way(advice.best)}, {setup.context:,} tokens of context in each slot"
+    if setup.drafts or advice.otherwise is not None:
+        text += ", with drafts" if setup.drafts else ", without drafts"
+    return text if setup.host is None else f"{text}, {cache_ram(setup.host):,} MiB of RAM cache"
 
 
 def _way(one: Forecast) -> str:
@@ -67,12 +70,13 @@ def _way(one: Forecast) -> str:
 def _rates(advice: Advice) -> str:
     speeds = advice.speeds
     levels = ", ".join(f"{level} at once {speeds.decode[level]:.1f}" for level in sorted(speeds.seen)[:6])
+    copies = f"; {1 / speeds.copy:,.0f} to host memory and back" if speeds.copy else ""
     first = speeds.prefill_seconds(0, 1024)
     there = advice.load.longest
     late = speeds.prefill_seconds(max(0, there - 1024), there)
     return (
         f"Measured rates in tokens/s: prefill {1024 / first if first else 0:,.0f} at the beginning, "
-        f"{1024 / late if late else 0:,.0f} at {there:,}; decode {levels}; "
+        f"{1024 / late if late else 0:,.0f} at {there:,}; decode {levels}{copies}; "
         f"{speeds.overhead * 1000:.0f} ms more a request, {speeds.start * 1000:.0f} ms a prefill."
         + _drafts(advice)
     )
@@ -90,7 +94,9 @@ def _table(advice: Advice, memory: Memory | None) -> Table:
     table.add_column("slots", justify="right")
     table.add_column("at once")
     table.add_column("context", justify="right")
-    if any(one.setup.drafts for one in advice.candidates):
+    drafting = any(one.setup.drafts for one in advice.candidates)
+    caching = any(one.setup.host is not None for one in advice.candidates)
+    if drafting:
         table.add_column("drafts")
     for name in (
         "reuse",
@@ -101,13 +107,13 @@ def _table(advice: Advice, memory: Memory | None) -> Table:
         "TTFT p95",
         "longest wait",
         "KV tokens" if memory is None else "memory",
+        *(["RAM cache"] if caching else []),
     ):
         table.add_column(name, justify="right")
     table.add_column("")
-    drafting = any(one.setup.drafts for one in advice.candidates)
 
     def row(one: Forecast, note: str) -> None:
-        table.add_row(*_row(one, note, memory, drafting=drafting))
+        table.add_row(*_row(one, note, memory, drafting=drafting, caching=caching))
 
     for one in sorted(advice.candidates, key=lambda one: (one.setup.slots, one.makespan)):
         row(one, "advised" if one is advice.best else "")
@@ -128,13 +134,14 @@ def _table(advice: Advice, memory: Memory | None) -> Table:
                 "",
                 "",
                 "",
+                *([""] * caching),
                 "as recorded, observed",
             )
         )
     return table
 
 
-def _row(one: Forecast, note: str, memory: Memory | None, *, drafting: bool) -> list[str]:
+def _row(one: Forecast, note: str, memory: Memory | None, *, drafting: bool, caching: bool) -> list[str]:
     return [
         str(one.setup.slots),
         one.setup.in_flight,
@@ -146,8 +153,18 @@ def _row(one: Forecast, note: str, memory: Memory | None, *, drafting: bool) -> 
         f"{one.setup.slots * one.setup.context:,}"
         if memory is None
         else f"{memory(one.setup) / MIB:,.0f} MiB",
+        *([_kept(one)] if caching else []),
         note,
     ]
+
+
+def _kept(one: Forecast) -> str:
+    """The most that the cache in host memory keeps; in tokens where their size is not known."""
+    host = one.setup.host
+    if host is None:
+        return "off"
+    size = host.token_bytes
+    return f"{one.host_tokens * size / MIB:,.0f} MiB" if size else f"{one.host_tokens:,} tokens"
 
 
 def reason(advice: Advice) -> str:
@@ -170,6 +187,8 @@ def reason(advice: Advice) -> str:
         f" {best.reuse:.1%} of the prompt tokens would be reused, which leaves "
         f"{duration(best.prefill_seconds)} of prefill, and the load would take {duration(best.makespan)}"
     )
+    if best.from_host:
+        text += f" ({best.from_host / best.prompt:.1%} of the prompt tokens come back from host memory)"
     others = [one for one in advice.candidates if one.setup.slots != setup.slots]
     if others:
         other = min(others, key=lambda one: one.makespan)
@@ -194,19 +213,21 @@ def flags(advice: Advice) -> str:
     """The flags of a llama-server that keeps to the advice."""
     setup = advice.best.setup
     size = f"-np {setup.slots} -c {setup.slots * setup.context}"
-    return f"{size} --no-kv-unified --no-cache-idle-slots --cache-ram 0"
+    return f"{size} --no-kv-unified --no-cache-idle-slots --cache-ram {cache_ram(setup.host)}"
 
 
 def patch(advice: Advice) -> str:
     """The settings to change in a configuration file."""
     setup = advice.best.setup
+    weighed = any(one.setup.host is not None for one in advice.candidates)
+    cache = f"\n          cache_ram: {cache_ram(setup.host)}" if weighed else ""
     return (
         "  pools:\n"
         f"    - scheduling: {{in_flight: {setup.in_flight}}}\n"
         "      backends:\n"
         f"        - name: {advice.stretch.backend}\n"
         f"          slots: {setup.slots}\n"
-        f"          context: {setup.context}"
+        f"          context: {setup.context}{cache}"
     )
 
 
@@ -240,15 +261,19 @@ def as_json(advice: Advice, memory: Memory | None = None) -> dict[str, Any]:
             "decode_tokens_per_second": {str(n): advice.speeds.decode[n] for n in sorted(advice.speeds.seen)},
             "overhead_seconds": advice.speeds.overhead,
             "prefill_start_seconds": advice.speeds.start,
+            "copy_seconds_per_token": advice.speeds.copy or None,
         },
     }
 
 
 def _forecast_json(one: Forecast, memory: Memory | None = None) -> dict[str, Any]:
     values = asdict(one)
-    setup = values.pop("setup")
+    setup, host = values.pop("setup"), one.setup.host
+    del setup["host"]
     return {
         **setup,
+        "cache_ram_mib": cache_ram(host),
+        "host_memory_bytes": one.host_tokens * host.token_bytes if host and host.token_bytes else None,
         **values,
         "reuse": one.reuse,
         "kv_tokens": one.setup.slots * one.setup.context,

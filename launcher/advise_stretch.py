@@ -42,6 +42,11 @@ class Stretch:
     """Requests of the same backend while it drafted, or did not, unlike in the stretch; for their rates."""
 
     @property
+    def host(self) -> bool:
+        """Whether the engine's prompt cache in host memory gave anything during the stretch."""
+        return any(one.host_tokens > 0 for one in self.records)
+
+    @property
     def drafted(self) -> int:
         """Tokens that speculation drafted in the stretch."""
         return sum(one.drafted_tokens for one in self.records)

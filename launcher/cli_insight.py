@@ -137,6 +137,18 @@ def advise(
             show_default=False,
         ),
     ] = "",
+    cache_ram: Annotated[
+        int,
+        typer.Option(min=256, help="MiB of the engine's prompt cache in host memory, where that is weighed."),
+    ] = 8192,
+    copy: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            help="Tokens/s that are copied to it or back, where the journal cannot tell.",
+            show_default=False,
+        ),
+    ] = None,
     measure: Annotated[
         int, typer.Option(min=0, max=12, help="Start the best so many candidates and serve the load on them.")
     ] = 0,
@@ -166,6 +178,7 @@ def advise(
     from .advise import AdviceError
     from .advise import advise as find
     from .engine import EngineError, find_engine
+    from .host_memory import cache_for
     from .memory import PlanError, read_model
     from .model import ModelError, find_model
 
@@ -177,10 +190,16 @@ def advise(
     with _steps() as progress:
         try:
             path = None if model is None else find_model(model)
-            if path is not None:
-                memory = advise_measure.memory_of(read_model(path), args)
+            facts = None if path is None else read_model(path)
+            if facts is not None:
+                memory = advise_measure.memory_of(facts, args)
             advice, reading = find(
-                journal, kv_tokens=kv_tokens, slots=_counts(slots, "--slots"), progress=progress
+                journal,
+                kv_tokens=kv_tokens,
+                slots=_counts(slots, "--slots"),
+                host=cache_for(cache_ram, facts, args),
+                copy=None if copy is None else 1 / copy,
+                progress=progress,
             )
             if measure and path is not None:
                 measured = asyncio.run(

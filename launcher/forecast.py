@@ -100,6 +100,7 @@ class _Active:
     cached: int
     host: int
     prefill: float
+    copying: float
     granted: float
     in_flight: int
     first_token: float = -1.0
@@ -116,6 +117,10 @@ class Served:
     first_token: float
     ended: float
     cached: int
+    host: int
+    """Of the cached tokens, what host memory added to what the slot held."""
+    copying: float
+    """Seconds of it that passed with copying to host memory and back."""
     in_flight: int
 
 
@@ -226,7 +231,7 @@ class _Run:
             host = max(0, cached - alone)
             arrived, at_once = self._queued.pop(name), len(self._running.work)
             self._active[name] = _Active(
-                *(int(name), job, slot, arrived, cached, host, seconds, self._now, at_once)
+                *(int(name), job, slot, arrived, cached, host, seconds, copying, self._now, at_once)
             )
             self._out.prefill_seconds += seconds
 
@@ -272,7 +277,9 @@ class _Run:
         out.makespan = max(out.makespan, self._now)
         out.longest_wait = max(out.longest_wait, active.granted - active.arrived)
         times = (active.arrived, active.granted, active.first_token, self._now)
-        self.served.append(Served(job, active.slot, *times, active.cached, active.in_flight))
+        self.served.append(
+            Served(job, active.slot, *times, active.cached, active.host, active.copying, active.in_flight)
+        )
         self._ttft.append(active.first_token - active.arrived)
         self._whole += self._now - active.arrived
         self._done(active.index)

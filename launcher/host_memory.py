@@ -19,9 +19,12 @@ from .memory import PlanError, read_model
 from .model import ModelError, find_model
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from warmslot.router.config import Backend
+
+    from .memory import Model
 
 log = logging.getLogger("warmslot.launcher")
 
@@ -77,14 +80,24 @@ def cache_of(backend: Backend) -> HostMemory | None:
     """
     if not backend.cache_ram:
         return None
-    limit = backend.cache_ram * MIB
     try:
         model = read_model(find_model(backend.model or ""))
     except (ModelError, PlanError):
-        return HostMemory(limit)
-    if model.window or model.recurrent or _CACHE_TYPES.intersection(backend.args):
+        model = None
+    return cache_for(backend.cache_ram, model, backend.args)
+
+
+def cache_for(cache_ram: int, model: Model | None, args: Sequence[str]) -> HostMemory:
+    """A prompt cache of so many MiB, for a model (if it is known) served with these flags."""
+    limit = cache_ram * MIB
+    if model is None or model.window or model.recurrent or _CACHE_TYPES.intersection(args):
         return HostMemory(limit)
     return HostMemory(limit, token_bytes=model.token_bytes() + _CELL)
+
+
+def cache_ram(host: HostMemory | None) -> int:
+    """MiB of a prompt cache; 0 of none."""
+    return 0 if host is None else round(host.limit / MIB)
 
 
 @dataclass(frozen=True, slots=True)

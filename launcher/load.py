@@ -9,7 +9,7 @@ Pure.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -65,6 +65,11 @@ class Load:
     def longest(self) -> int:
         """The most tokens that a slot must hold."""
         return max((job.prompt_tokens + job.output_tokens for job in self.jobs), default=0)
+
+    def told(self) -> Load:
+        """The same, where each client tells how long its answer is, as one that wants just so many tokens."""
+        jobs = [replace(job, max_output_tokens=job.output_tokens) for job in self.jobs]
+        return replace(self, jobs=jobs)
 
     def live(self) -> int:
         """The most conversations that were under way at once, as recorded order tells."""

@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
+from warmslot.router.values import Prompt
+
+from .modelled import Engine, content
 from .summary import PrefillCurve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from warmslot.router.records import Record
+    from warmslot.router.values import HostMemory
 
 BATCH: Final = 2048
 """Prompt tokens of one engine step (``-b``): the answers that run beside a prefill get a token for each."""
@@ -30,6 +34,9 @@ _SECONDS: Final = 0.5
 """Seconds of decoding at a level from which on its rate counts."""
 
 _MOST: Final = 64
+
+_LEAST_COPIES: Final = 5
+"""Contexts that came back from host memory, below which nothing is said of how long that takes."""
 
 
 @dataclass(slots=True)
@@ -68,6 +75,27 @@ def speeds_of(records: Sequence[Record]) -> Speeds | None:
         return None
     start, curve = _start_and_curve(prefills)
     return Speeds(curve, rates, _overhead(records), seen, start=start)
+
+
+def copy_of(records: Sequence[Record], slots: int, host: HostMemory) -> float | None:
+    """Seconds to move a token's context to host memory or back; ``None`` where too few were seen to be moved.
+
+    What was moved is told by the rules of the engine's cache; how long that took, by what a request that got
+    something from there took beside queue, prefill and decode, and others did not.
+    """
+    engine = Engine(slots, host=host)
+    usual, found = _overhead(records), []
+    for one in sorted(records, key=lambda one: one.time + one.granted):
+        if not (one.pinned and 0 <= one.slot < slots):
+            continue
+        prompt = Prompt(chain=one.chain, length=one.length, root=one.root)
+        after = Prompt(chain=one.after, length=max(one.length, one.after_length), root=one.root)
+        exchange = engine.take(one.slot, prompt, one.prompt_tokens)
+        if one.host_tokens > 0 and exchange.moved > 0:
+            rest = one.ended - one.granted - one.prefill_seconds - one.decode_seconds - usual
+            found.append(max(0.0, rest) / exchange.moved)
+        engine.serve(one.slot, content(prompt, after, one.prompt_tokens, one.output_tokens))
+    return median(found) if len(found) >= _LEAST_COPIES else None
 
 
 def _overhead(records: Sequence[Record]) -> float:

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from typer.testing import CliRunner
+from warmslot.launcher import advise_show
 from warmslot.launcher.advise import AdviceError, advise, choose
 from warmslot.launcher.advise_measure import memory_of
 from warmslot.launcher.cli import app
 from warmslot.launcher.forecast import Forecast, Setup, forecast
 from warmslot.launcher.load import load_of
 from warmslot.launcher.memory import Layer, Model
-from warmslot.launcher.speeds import speeds_of
+from warmslot.launcher.speeds import copy_of, speeds_of
 from warmslot.router.advice import per_backend, slots_for
 from warmslot.router.records import Record
+from warmslot.router.values import HostMemory
 
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.support import agents, field_note
@@ -205,7 +207,7 @@ def test_speculation_is_a_candidate_where_the_journal_has_seen_both(tmp_path: Pa
     found, _ = advise(path, kv_tokens=None, progress=quiet)
     assert {one.setup.drafts for one in found.candidates} == {False, True}
     assert found.best.setup.drafts
-    assert found.unmeasured == []
+    assert not any("speculation" in one for one in found.unmeasured)
     path = write(tmp_path / "one.jsonl", with_drafts)
     found, _ = advise(path, kv_tokens=None, progress=quiet)
     assert {one.setup.drafts for one in found.candidates} == {True}
@@ -221,6 +223,74 @@ def test_a_forecast_knows_of_an_answers_length_what_its_client_told() -> None:
         replace(one, max_output_tokens=one.output_tokens) for one in recorded(load, Setup(8, 8192, "slots"))
     ]
     assert all(job.max_output_tokens == job.output_tokens for job in load_of(records).jobs)
+
+
+HOST = HostMemory(1 << 30, token_bytes=40_000)
+
+
+def with_host(load: Load, setup: Setup, copy: float) -> tuple[list[Any], float]:
+    """The journal of a backend with a cache in host memory, and the reuse that it saw."""
+    rates = replace(RATES, copy=copy)
+    found = forecast(load, rates, setup)
+    return list(agents.journal(load, rates, setup)), found.reuse
+
+
+def test_host_memory_makes_up_for_slots_at_the_price_of_copying() -> None:
+    load = agents.load(8, 24)
+    few, host = Setup(2, 8192, "slots"), Setup(2, 8192, "slots", host=HOST)
+    without = forecast(load, RATES, few)
+    quick, slow = (forecast(load, replace(RATES, copy=copy), host) for copy in (1 / 20_000, 1 / 200))
+    assert without.from_host == without.host_tokens == 0
+    assert quick.reuse > without.reuse + 0.1
+    assert quick.makespan < without.makespan
+    assert quick.from_host > 0
+    assert 0 < quick.host_tokens * HOST.token_bytes <= HOST.limit
+    assert slow.makespan > quick.makespan
+
+
+def test_how_long_copying_takes_is_told_by_what_came_back() -> None:
+    load, setup = agents.load(8, 24), Setup(2, 8192, "serialize", host=HOST)
+    entries, _ = with_host(load, setup, 1 / 5_000)
+    records = [one for one in entries if isinstance(one, Record)]
+    assert sum(one.host_tokens > 0 for one in records) >= 5
+    assert copy_of(records, 2, HOST) == pytest.approx(1 / 5_000, rel=0.1)
+    assert copy_of(recorded(load, Setup(2, 8192, "serialize")), 2, HOST) is None
+
+
+def test_host_memory_is_a_candidate_where_copying_was_seen_or_is_given(tmp_path: Path) -> None:
+    load = agents.load(8, 24)
+    path = write(tmp_path / "without.jsonl", agents.journal(load, RATES, Setup(2, 8192, "slots")))
+    found, _ = advise(path, kv_tokens=2 * 8192, slots=(1, 2), progress=quiet)
+    assert all(one.setup.host is None for one in found.candidates)
+    assert "not measured; serve with cache_ram for a while, or give --copy" in found.unmeasured[-1]
+    found, _ = advise(path, kv_tokens=2 * 8192, slots=(1, 2), host=HOST, copy=1 / 20_000, progress=quiet)
+    assert {one.setup.slots for one in found.candidates if one.setup.host is not None} == {1, 2}
+    assert found.best.setup.host is HOST
+    assert "--cache-ram 1024" in advise_show.flags(found)
+    assert "cache_ram: 1024" in advise_show.patch(found)
+    told = advise_show.as_json(found)["advice"]
+    assert told["cache_ram_mib"] == 1024
+    assert 0 < told["host_memory_bytes"] <= HOST.limit
+    entries, reuse = with_host(load, Setup(2, 8192, "slots", host=HOST), 1 / 20_000)
+    found, _ = advise(
+        write(tmp_path / "with.jsonl", entries), kv_tokens=2 * 8192, slots=(1, 2), host=HOST, progress=quiet
+    )
+    assert found.unmeasured == []
+    assert {one.setup.host for one in found.candidates} == {None, HOST}
+    assert found.recorded is not None
+    assert found.recorded.forecast.setup.host is HOST
+    assert found.recorded.forecast.reuse == pytest.approx(reuse, abs=0.03)
+
+
+def test_advice_with_host_memory_is_shown_with_what_it_takes(tmp_path: Path) -> None:
+    load = agents.load(6, 18)
+    path = write(tmp_path / "j.jsonl", agents.journal(load, RATES, Setup(2, 8192, "slots")))
+    result = CliRunner().invoke(app, ["advise", str(path), "--slots", "2", "--copy", "20000"])
+    assert result.exit_code == 0, result.output
+    assert "8,192 MiB of RAM cache" in result.output
+    assert "come back from host memory" in result.output
+    assert "20,000 to host memory and back" in result.output
+    assert "not known, so it was taken never to be full (--model)" in result.output
 
 
 def test_advice_keeps_to_the_slot_counts_that_are_asked_for(tmp_path: Path) -> None:
