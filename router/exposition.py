@@ -1,12 +1,13 @@
 """Prometheus' text format, written fast: thousands of series in a few milliseconds.
 
 ``prometheus_client.generate_latest`` builds an object for each sample and takes over 50 ms for eight backends
-of 32 slots, with the interpreter's lock held. Here the text before each value is made once and kept. What is
-written is held against ``generate_latest`` by a test, since the values are read from the library's insides.
+of 32 slots, with the interpreter's lock held. Here the text of a series is kept until its value changes. What
+is written is held against ``generate_latest`` by a test, as the values are read from the library's insides.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,29 +31,51 @@ class Family(NamedTuple):
     """The library's object."""
 
 
+class _Written:
+    """A child as it was last written: its text is good until a value changes."""
+
+    __slots__ = ("cells", "heads", "last")
+
+    def __init__(self, family: Family, values: Labels, child: Any) -> None:
+        self.heads = list(_heads(family, values, child))
+        self.cells = [child._value] if family.kind != "histogram" else [*child._buckets, child._sum]  # noqa: SLF001
+        self.last: tuple[list[float], str] = [], ""
+        """Replaced as a whole: two scrapes may be written at once."""
+
+    def now(self, *, histogram: bool) -> str:
+        """Its lines with the values that it has now."""
+        values = [cell._value for cell in self.cells]  # noqa: SLF001 - reading a float needs no lock
+        before, text = self.last
+        if values != before:
+            told = _cumulated(values) if histogram else values
+            text = "".join([f"{head}{value!r}\n" for head, value in zip(self.heads, told, strict=True)])
+            self.last = values, text
+        return text
+
+
 class Exposition:
     """Writes families. May run in another thread than the one that counts."""
 
     def __init__(self, families: list[Family]) -> None:
         self._families = families
-        self._heads: list[dict[Labels, list[str]]] = [{} for _ in families]
+        self._written: list[dict[Labels, _Written]] = [{} for _ in families]
 
     def text(self) -> bytes:
         """Every sample."""
-        lines: list[str] = []
-        for family, heads in zip(self._families, self._heads, strict=True):
-            lines.append(
+        parts: list[str] = []
+        for family, written in zip(self._families, self._written, strict=True):
+            parts.append(
                 f"# HELP {family.name} {_escape(family.text, quotes=False)}\n"
                 f"# TYPE {family.name} {family.kind}\n"
             )
+            histogram = family.kind == "histogram"
             for values, child in _children(family):
-                known = heads.get(values)
+                known = written.get(values)
                 if known is None:
-                    known = heads[values] = list(_heads(family, values, child))
-                for head, value in zip(known, _values(family.kind, child), strict=True):
-                    lines.append(f"{head}{value!r}\n")
+                    known = written[values] = _Written(family, values, child)
+                parts.append(known.now(histogram=histogram))
             time.sleep(0)  # lets the event loop's thread in
-        return "".join(lines).encode()
+        return "".join(parts).encode()
 
 
 def _children(family: Family) -> list[tuple[Labels, Any]]:
@@ -63,7 +86,7 @@ def _children(family: Family) -> list[tuple[Labels, Any]]:
 
 
 def _heads(family: Family, values: Labels, child: Any) -> Iterator[str]:
-    """The text before each value of a child, in the order of :func:`_values`."""
+    """The text before each value of a child, in the order in which they are written."""
     pairs = [f'{name}="{_escape(value)}"' for name, value in zip(family.labels, values, strict=True)]
     plain = f"{{{','.join(sorted(pairs))}}} " if pairs else " "
     if family.kind != "histogram":
@@ -75,16 +98,11 @@ def _heads(family: Family, values: Labels, child: Any) -> Iterator[str]:
     yield f"{family.name}_sum{plain}"
 
 
-def _values(kind: str, child: Any) -> Iterator[float]:
-    if kind != "histogram":
-        yield child._value.get()  # noqa: SLF001
-        return
-    total = 0.0
-    for bucket in child._buckets:  # noqa: SLF001
-        total += bucket.get()
-        yield total
-    yield total
-    yield child._sum.get()  # noqa: SLF001
+def _cumulated(values: list[float]) -> list[float]:
+    """The values of a histogram's lines: its buckets added up, their whole, and the sum."""
+    *buckets, total = values
+    counts = [*itertools.accumulate(buckets)]
+    return [*counts, counts[-1], total]
 
 
 def _le(bound: float) -> str:

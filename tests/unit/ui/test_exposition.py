@@ -39,6 +39,8 @@ def test_every_metric_of_a_router_is_written_as_the_library_writes_it() -> None:
     metrics.prompt_tokens.labels("m", "a", "chat", "cached").inc(12_345_678.25)
     metrics.resident.labels("a", "1").set(4096)
     assert samples(metrics.text()) == samples(generate_latest(metrics.registry))
+    metrics.ttft.labels("a", "chat").observe(0.4)
+    metrics.resident.labels("a", "1").set(0)
     metrics.resident.labels("a", "9").set(1)  # a series that is new since the last time
     assert samples(metrics.text()) == samples(generate_latest(metrics.registry))
 
