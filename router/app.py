@@ -14,6 +14,7 @@ from starlette.routing import Route as Path
 
 from .auth import KeyCheck
 from .backend import EngineClient
+from .connection import connection
 from .core import CoreSettings, RouterCore
 from .dispatcher import Dispatcher
 from .generation import Generation, Shop
@@ -195,7 +196,7 @@ def server_config(app: Starlette, config: Config) -> uvicorn.Config:
         app,
         host=config.listen.host,
         port=config.listen.port,
-        http="httptools",
+        http=connection(config.limits.header_timeout),
         ws="none",
         lifespan="on",
         access_log=False,

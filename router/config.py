@@ -288,6 +288,9 @@ class Limits(Section):
 
     max_body: Bytes = 32 * 2**20
     """Largest request body; a larger one is answered with 413."""
+    header_timeout: Seconds = 30.0
+    """How long a client may take to send the head of a request, from its connection or first byte on; then
+    the connection is closed, with 408 where the head has begun. 0: for ever."""
     body_timeout: Seconds = 30.0
     """How long a client may take to send its body; then it is answered with 408."""
     hold_timeout: Seconds = 60.0

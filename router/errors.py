@@ -70,7 +70,7 @@ class RequestError(Exception):
         out = [JSON]
         if self.retry_after is not None:
             out.append((b"retry-after", str(max(1, round(self.retry_after))).encode()))
-        if self.status in {408, 413}:
+        if self.status in {408, 413, 431}:
             out.append((b"connection", b"close"))
         return out
 
@@ -97,6 +97,26 @@ def too_slow(seconds: float) -> RequestError:
         "invalid_request_error",
         f"request body: not complete after {seconds:g} s (setting limits.body_timeout)",
         code="request_timeout",
+    )
+
+
+def head_too_slow(seconds: float) -> RequestError:
+    """Request line and headers did not arrive in time (408)."""
+    return RequestError(
+        408,
+        "invalid_request_error",
+        f"request headers: not complete after {seconds:g} s (setting limits.header_timeout)",
+        code="request_timeout",
+    )
+
+
+def head_too_large(limit: int) -> RequestError:
+    """Request line and headers are too long (431)."""
+    return RequestError(
+        431,
+        "invalid_request_error",
+        f"request headers: more than {limit} bytes",
+        code="headers_too_large",
     )
 
 
