@@ -25,6 +25,8 @@ _COLUMN = 40
 """Where explanations begin in the help."""
 
 _CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+_SPECULATION = ("none", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+"""Kinds of drafts that need no second model."""
 _REASONING = ("none", "auto", "deepseek", "deepseek-legacy")
 
 
@@ -108,6 +110,19 @@ def _flash_attention(params: Any, value: str) -> None:
 def _reasoning_format(params: Any, value: str) -> None:
     kinds = importlib.import_module("xllamacpp").common_reasoning_format
     params.reasoning_format = getattr(kinds, f"COMMON_REASONING_FORMAT_{value.upper().replace('-', '_')}")
+
+
+def _speculation(text: str) -> list[str]:
+    kinds = text.split(",")
+    for kind in kinds:
+        _one_of(*_SPECULATION)(kind)
+    return kinds
+
+
+def _speculate(params: Any, value: list[str]) -> None:
+    kinds = importlib.import_module("xllamacpp").common_speculative_type
+    names = [f"COMMON_SPECULATIVE_TYPE_{kind.upper().replace('-', '_')}" for kind in value]
+    params.speculative.types = [getattr(kinds, name) for name in names]
 
 
 def _split(path: str, container: Callable[[list[str]], Any]) -> Callable[[Any, Any], None]:
@@ -240,6 +255,34 @@ OPTIONS: tuple[Option, ...] = (
         ("-cms", "--checkpoint-min-step"),
         _field("checkpoint_min_step"),
         "least tokens between checkpoints (default: 8192)",
+        "N",
+        convert=int,
+    ),
+    Option(
+        ("--spec-type",),
+        _speculate,
+        "kinds of drafts without a model, comma-separated (default: none)",
+        "TYPE",
+        convert=_speculation,
+    ),
+    Option(
+        ("--spec-ngram-simple-size-n",),
+        _field("speculative.ngram_simple.size_n"),
+        "tokens that ngram-simple looks up (default: 12)",
+        "N",
+        convert=int,
+    ),
+    Option(
+        ("--spec-ngram-simple-size-m",),
+        _field("speculative.ngram_simple.size_m"),
+        "tokens that ngram-simple drafts (default: 48)",
+        "N",
+        convert=int,
+    ),
+    Option(
+        ("--spec-ngram-simple-min-hits",),
+        _field("speculative.ngram_simple.min_hits"),
+        "hits that ngram-simple needs (default: 1)",
         "N",
         convert=int,
     ),

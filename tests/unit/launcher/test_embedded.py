@@ -6,6 +6,8 @@ import pytest
 from warmslot.launcher import embedded
 from warmslot.launcher.engine import parse_help
 
+KINDS = "one of none, ngram-simple, ngram-map-k, ngram-map-k4v, ngram-mod, ngram-cache"
+
 
 def parsed(*arguments: str) -> dict[str, object]:
     return {option.names[0]: value for option, value in embedded.parse(arguments)}
@@ -37,6 +39,7 @@ def test_options_are_read_as_llama_server_reads_them() -> None:
             ["--slot-save-path", "/nonexistent"],
             "option --slot-save-path: found '/nonexistent', allowed is an existing folder",
         ),
+        (["--spec-type", "draft-mtp"], f"option --spec-type: found 'draft-mtp', allowed is {KINDS}"),
         (["-ngl", "some"], "option -ngl: found 'some', allowed is a whole number, auto or all"),
     ],
 )
