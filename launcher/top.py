@@ -1,14 +1,11 @@
 """``warmslot top``: the live view in a terminal, fed by the router's own stream of snapshots.
 
-What the stream does not hold, reuse over the last hour, comes from the counters of ``/metrics``, asked once a
-minute. No text of prompts is shown: the router sends none.
+No text of prompts is shown: the router sends none.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
@@ -20,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .findings import SHORT
-from .live import LiveError, samples
+from .live import LiveError
 from .report import duration, share
 
 if TYPE_CHECKING:
@@ -38,34 +35,6 @@ _OWN: Final = "white"
 _ROWS: Final = 8
 _SILENCE: Final = 60.0
 """Seconds without a word (snapshots or comments) after which the router counts as gone."""
-
-
-@dataclass(slots=True)
-class Counted:
-    """Reused and computed prompt tokens of the last hour, as far as this view has watched."""
-
-    _readings: deque[tuple[float, float, float]] = field(default_factory=deque)
-
-    def read(self, now: float, text: str) -> None:
-        """Take one reading of ``/metrics``."""
-        cached = processed = 0.0
-        for labels, value in samples(text).get("warmslot_prompt_tokens_total", ()):
-            if labels.get("reuse") == "cached":
-                cached += value
-            else:
-                processed += value
-        if self._readings and cached + processed < sum(self._readings[-1][1:]):
-            self._readings.clear()  # the router was started anew
-        self._readings.append((now, cached, processed))
-        while now - self._readings[0][0] > HOUR:
-            self._readings.popleft()
-
-    def last(self) -> tuple[float, float, float] | None:
-        """Seconds, reused and computed tokens between the first and the latest reading."""
-        if len(self._readings) < 2:  # noqa: PLR2004  # a difference needs two
-            return None
-        first, latest = self._readings[0], self._readings[-1]
-        return latest[0] - first[0], latest[1] - first[1], latest[2] - first[2]
 
 
 def snapshots(client: httpx.Client) -> Iterator[tuple[float, dict[str, Any]]]:
@@ -103,8 +72,6 @@ def watch(console: Console, url: str, *, key: str | None = None, once: bool = Fa
     Raises :class:`LiveError`.
     """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    counted = Counted()
-    asked = float("-inf")
     with httpx.Client(
         base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=_SILENCE, trust_env=False
     ) as client:
@@ -113,32 +80,21 @@ def watch(console: Console, url: str, *, key: str | None = None, once: bool = Fa
         if first is None:
             raise LiveError(f"{url}: the stream ended before it began")
         if once:
-            console.print(view(first, time.time() + skew, None))
+            console.print(view(first, time.time() + skew))
             return
         with Live(console=console, screen=console.is_terminal, auto_refresh=False) as shown:
             latest: dict[str, Any] | None = first
             while latest is not None:
-                if time.monotonic() - asked >= _MINUTE:
-                    asked = time.monotonic()
-                    counted.read(asked, _metrics(client))
-                shown.update(view(latest, time.time() + skew, counted.last()), refresh=True)
+                shown.update(view(latest, time.time() + skew), refresh=True)
                 skew, latest = next(stream, (skew, None))
-
-
-def _metrics(client: httpx.Client) -> str:
-    try:
-        answer = client.get("/metrics")
-    except httpx.HTTPError:
-        return ""
-    return answer.text if answer.is_success else ""
 
 
 # -- what is shown -----------------------------------------------------------------------------------------
 
 
-def view(snapshot: Mapping[str, Any], now: float, hour: tuple[float, float, float] | None) -> RenderableType:
-    """Everything, as it is at ``now`` (the router's clock). ``hour``: see :meth:`Counted.last`."""
-    parts: list[RenderableType] = [_reuse(snapshot, hour)]
+def view(snapshot: Mapping[str, Any], now: float) -> RenderableType:
+    """Everything, as it is at ``now`` (the router's clock)."""
+    parts: list[RenderableType] = [_reuse(snapshot, now)]
     parts += [_slots(backend, now) for backend in snapshot["backends"]]
     parts += [_queue(pool, now) for pool in snapshot["pools"] if pool["waiting"]]
     if snapshot["finished"]:
@@ -151,33 +107,27 @@ def _sum(pools: Sequence[Mapping[str, Any]], name: str, columns: int | None = No
     return sum(sum(pool["history"].get(name, ())[-columns if columns else 0 :]) for pool in pools)
 
 
-def _reuse(snapshot: Mapping[str, Any], hour: tuple[float, float, float] | None) -> RenderableType:
+def _reuse(snapshot: Mapping[str, Any], now: float) -> RenderableType:
     pools, width = snapshot["pools"], float(snapshot["column_seconds"])
     minute = max(1, round(_MINUTE / width))
     span = width * max((len(pool["history"]["cached"]) for pool in pools), default=0)
+    kinds = ("requests", "cached", "processed")
+    hour = min(HOUR, max(_MINUTE, now - snapshot["started"]))
     table = Table.grid(padding=(0, 3))
     for _ in range(5):
         table.add_column()
-    for name, columns, seconds in (("last minute", minute, _MINUTE), (f"last {duration(span)}", None, span)):
-        cached, processed = (_sum(pools, kind, columns) for kind in ("cached", "processed"))
-        requests = _sum(pools, "requests", columns)
+    for name, seconds, sums in (
+        ("last minute", _MINUTE, [_sum(pools, kind, minute) for kind in kinds]),
+        (f"last {duration(span)}", span, [_sum(pools, kind) for kind in kinds]),
+        (f"last {duration(hour)}", hour, [sum(pool["hour"][kind] for pool in pools) for kind in kinds]),
+    ):
+        requests, cached, processed = sums
         table.add_row(
             name,
             f"[bold]reuse {share(cached, cached + processed)}[/bold]",
             f"{cached / seconds:,.0f} tokens/s reused" if seconds else "",
             f"{processed / seconds:,.0f} tokens/s computed" if seconds else "",
             f"{requests * _MINUTE / seconds:,.1f} requests/min" if seconds else "",
-        )
-    if hour is not None:
-        seconds, reused, computed = hour
-        table.add_row(
-            f"watched, {duration(seconds)}",
-            f"[bold]reuse {share(reused, reused + computed)}[/bold]",
-            *(
-                f"{tokens / seconds:,.0f} tokens/s {what}"
-                for tokens, what in ((reused, "reused"), (computed, "computed"))
-            ),
-            "",
         )
     lost = {reason: _sum(pools, reason) for reason in SHORT if reason != "untold"}
     whole = sum(lost.values())

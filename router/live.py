@@ -1,7 +1,8 @@
 """What the live page shows: every slot, what runs and waits now, and the last minutes. No text of prompts.
 
-:class:`Live` is told what happens, as any observer, and keeps sums of the last quarter of an hour. A snapshot
-is plain data for JSON. Its times are seconds since the epoch, so that it is the same while nothing happens.
+:class:`Live` is told what happens, as any observer, and keeps sums of the last quarter of an hour, and of the
+last hour by minutes. A snapshot is plain data for JSON. Its times are seconds since the epoch, so that it is
+the same while nothing happens.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ WIDTH = 15.0
 COLUMNS = 60
 """Columns that are kept."""
 
+HOUR = 60
+"""Minutes that are kept for the sums of the last hour."""
+
 FINISHED = 12
 """Finished requests, and events of backends, that are kept."""
 
@@ -39,28 +43,33 @@ SHADOW = (*map(str, COUNTS), UNBOUNDED)
 
 _SUMS = ("requests", "cached", "processed", "predicted", *(loss.value for loss in Loss))
 _ALL_SUMS = (*_SUMS, *(f"slots {count}" for count in SHADOW))
+_HOUR_SUMS = ("requests", "cached", "processed")
 _GROUPS = 256
 
 
 class History:
-    """Sums of one backend over the last ``COLUMNS`` times ``WIDTH`` seconds."""
+    """Sums of one backend over the last ``columns`` times ``width`` seconds."""
 
-    def __init__(self) -> None:
-        self._columns: deque[tuple[int, dict[str, int]]] = deque(maxlen=COLUMNS)
+    def __init__(
+        self, width: float = WIDTH, columns: int = COLUMNS, names: Sequence[str] = _ALL_SUMS
+    ) -> None:
+        self._width, self._most, self._names = width, columns, names
+        self._columns: deque[tuple[int, dict[str, int]]] = deque(maxlen=columns)
 
     def add(self, now: float, sums: Mapping[str, int]) -> None:
         """Count at ``now``, which never falls."""
-        column = int(now // WIDTH)
+        column = int(now // self._width)
         if not self._columns or self._columns[-1][0] != column:
-            self._columns.append((column, dict.fromkeys(_ALL_SUMS, 0)))
+            self._columns.append((column, dict.fromkeys(self._names, 0)))
         kept = self._columns[-1][1]
         for name, value in sums.items():
-            kept[name] += value
+            if name in kept:
+                kept[name] += value
 
     def columns(self, now: float) -> dict[int, dict[str, int]]:
         """What is kept by its age in columns: 0 is the column of ``now``."""
-        last = int(now // WIDTH)
-        return {last - column: sums for column, sums in self._columns if last - column < COLUMNS}
+        last = int(now // self._width)
+        return {last - column: sums for column, sums in self._columns if last - column < self._most}
 
 
 class Live:
@@ -78,6 +87,7 @@ class Live:
         self._started = clock()
         self._pools = {pool: list(names) for pool, names in pools.items()}
         self._history = {name: History() for names in pools.values() for name in names}
+        self._hour = {name: History(60.0, HOUR, _HOUR_SUMS) for name in self._history}
         self._finished: deque[dict[str, Any]] = deque(maxlen=FINISHED)
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=1000)
         self._events: deque[dict[str, Any]] = deque(maxlen=FINISHED)
@@ -100,17 +110,16 @@ class Live:
         """A lease was taken back."""
         losses = {loss.value: tokens for loss, tokens in report.losses.items() if tokens}
         if not report.truth_missing:
-            self._history[report.slot.backend].add(
-                now,
-                {
-                    "requests": 1,
-                    "cached": report.cached_tokens,
-                    "processed": report.processed_tokens,
-                    "predicted": report.predicted_tokens,
-                    **losses,
-                    **{f"slots {count}": tokens for count, tokens in report.shadow.items()},
-                },
-            )
+            sums = {
+                "requests": 1,
+                "cached": report.cached_tokens,
+                "processed": report.processed_tokens,
+                "predicted": report.predicted_tokens,
+                **losses,
+                **{f"slots {count}": tokens for count, tokens in report.shadow.items()},
+            }
+            self._history[report.slot.backend].add(now, sums)
+            self._hour[report.slot.backend].add(now, sums)
         first_token = None if outcome.ttft_seconds is None else round(outcome.ttft_seconds, 3)
         if first_token is not None:
             self._first_tokens.append((now, first_token))
@@ -171,6 +180,7 @@ class Live:
                     "queue": [self._waiting(request) for request in waiting[pool][:WAITING]],
                     "history": self._pool_history(pool, now),
                     "slots": sum(len(slots.get(name, ())) for name in self._pools[pool]),
+                    "hour": self._last_hour(pool, now),
                     "by_slots": self._by_slots(pool, now),
                 }
                 for pool in self._pools
@@ -241,6 +251,11 @@ class Live:
                 for name in _SUMS:
                     sums[name][COLUMNS - 1 - age] += column[name]
         return sums
+
+    def _last_hour(self, pool: str, now: float) -> dict[str, int]:
+        """Sums of the minute of ``now`` and the 59 before it."""
+        columns = [column for name in self._pools[pool] for column in self._hour[name].columns(now).values()]
+        return {name: sum(column[name] for column in columns) for name in _HOUR_SUMS}
 
     def _by_slots(self, pool: str, now: float) -> dict[str, int]:
         """Tokens that would have been reused with other slot counts in the pool."""

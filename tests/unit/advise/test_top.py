@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 from warmslot.launcher.cli import app
 from warmslot.launcher.live import LiveError
-from warmslot.launcher.top import BAR, Counted, bar, snapshots, view, watch
+from warmslot.launcher.top import BAR, bar, snapshots, view, watch
 
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.support.router import serving
@@ -106,22 +106,24 @@ def test_a_bar_is_as_full_as_the_slot_and_shows_what_is_shared() -> None:
     assert bar(slot(), 0).plain == "·" * BAR
 
 
-def test_reuse_of_the_hour_is_what_the_counters_gained_in_it() -> None:
-    def metrics(cached: int, processed: int) -> str:
-        name = "warmslot_prompt_tokens_total"
-        return f'{name}{{reuse="cached"}} {cached}\n{name}{{reuse="processed"}} {processed}\n'
-
-    counted = Counted()
-    assert counted.last() is None
-    for now, cached, processed in ((0.0, 100, 50), (60.0, 200, 60), (3660.0, 500, 100)):
-        counted.read(now, metrics(cached, processed))
-    assert counted.last() == (3600.0, 300.0, 40.0)
-    counted.read(3700.0, metrics(5, 5))  # started anew
-    assert counted.last() is None
+def test_reuse_of_the_hour_is_shown_for_as_long_as_the_router_runs() -> None:
+    pool = {
+        "name": "m",
+        "waiting": 0,
+        "history": {name: [0] * 60 for name in ("requests", "cached", "processed")},
+        "hour": {"requests": 30, "cached": 36_000, "processed": 12_000},
+    }
+    snapshot = {"started": 1000.0, "column_seconds": 15.0, "pools": [pool], "backends": [], "finished": []}
+    for now, said in ((1000.0 + 7200, "10 tokens/s reused"), (1000.0 + 1800, "20 tokens/s reused")):
+        out = io.StringIO()
+        Console(file=out, width=160).print(view(snapshot, now))
+        assert "reuse 75.0%" in out.getvalue()
+        assert said in out.getvalue()
 
 
 def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
     snapshot = {
+        "started": 0.0,
         "column_seconds": 15.0,
         "pools": [],
         "backends": [
@@ -131,7 +133,6 @@ def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
         "finished": [],
     }
     out = io.StringIO()
-    Console(file=out, width=160).print(view(snapshot, 10.0, (60.0, 30.0, 10.0)))
+    Console(file=out, width=160).print(view(snapshot, 10.0))
     assert "[red]x (up), 100 tokens a slot, 2 restarts" in out.getvalue()
-    assert "watched, 60 s" in out.getvalue()
     assert "median 0.50 s, worst 2.00 s" in out.getvalue()

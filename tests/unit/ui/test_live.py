@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from warmslot.router.live import COLUMNS, WIDTH, History, Live
+from warmslot.router.live import COLUMNS, HOUR, WIDTH, History, Live
 from warmslot.router.ui import MOST_VIEWERS, Feed
 
 from tests.fakes.llama_server import FakeLlamaServer
@@ -88,6 +88,8 @@ async def test_a_snapshot_agrees_with_metrics(service: Service) -> None:
     (pool,) = seen["pools"]
     for name, labels in (("cached", {"reuse": "cached"}), ("processed", {"reuse": "processed"})):
         assert sum(pool["history"][name]) == sample(text, "warmslot_prompt_tokens_total", **labels) > 0
+        assert pool["hour"][name] == sum(pool["history"][name])
+    assert pool["hour"]["requests"] == 3
     for reason in ("new", "evicted", "busy", "diverged", "restarted", "engine"):
         counted = sample(text, "warmslot_recomputed_tokens_total", reason=reason)
         assert sum(pool["history"][reason]) == counted
@@ -276,6 +278,15 @@ def test_history_keeps_a_quarter_of_an_hour_and_no_more() -> None:
     assert all(column["cached"] == WIDTH for age, column in columns.items() if age)
     assert history.columns(9_999.0 + WIDTH * COLUMNS) == {}
     assert history.columns(9_999.0 + WIDTH * (COLUMNS - 1)).keys() == {COLUMNS - 1}
+
+
+def test_the_last_hour_is_kept_by_minutes() -> None:
+    hour = History(60.0, HOUR, ("cached",))
+    for second in range(10_000):
+        hour.add(float(second), {"cached": 1, "processed": 2})
+    columns = hour.columns(9_999.0)
+    assert set(columns) == set(range(60))
+    assert 59 * 60 < sum(column["cached"] for column in columns.values()) <= 3600
 
 
 def test_groups_keep_their_number_and_numbers_are_used_again() -> None:
