@@ -6,7 +6,7 @@ help:
 	@echo "make test    all tests, on the engines that are installed"
 	@echo "make check   lint, format, types, import direction, generated pages"
 	@echo "make bench   the benchmarks"
-	@echo "make fuzz    100,000 broken requests to a router on a fake engine (an hour or more)"
+	@echo "make fuzz    100,000 broken requests to a router on a fake engine (about half an hour)"
 	@echo "make faults  every fault of engines and launcher 20 times, and each alert by a real fault;"
 	@echo "             in parts with SELECT='-k \"stock and saving\"', WARMSLOT_FAULTS=3 for fewer times"
 	@echo "make soak    64 clients on each real engine for five minutes, with leaving and a kill"

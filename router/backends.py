@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Backend:
     watch: HealthWatch | None = None
     draining: bool = False
     """It finishes what runs on it and gets nothing new."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Of calls that need it for themselves, the one that has it."""
     copies_pay: bool | None = None
     """What was last said of its prompt cache in host memory: whether it saves time."""
 

@@ -316,19 +316,25 @@ class Dispatcher:
     async def alone(self, name: str) -> AsyncIterator[EngineClient]:
         """A backend on which nothing runs and nothing starts, for a call that changes what a slot holds.
 
-        Waits for what runs. Raises :class:`NoBackendError` for one that is down or drains already.
+        Waits for what runs, and for other calls like it. Raises :class:`NoBackendError` for one that is down,
+        or drains because it will be.
         """
         backend = self._backends[name]
+        async with backend.turn, self._alone(backend) as client:
+            yield client
+
+    @asynccontextmanager
+    async def _alone(self, backend: Backend) -> AsyncIterator[EngineClient]:
         life, client = backend.life, backend.client
         if life is None or client is None or backend.draining:
             raise NoBackendError(backend.pool, 0.0)
-        await self.backend_draining(name)
+        await self.backend_draining(backend.name)
         try:
             yield client
         finally:
             if backend.life is life:
                 backend.draining = False
-                self._core.backend_admit(name, admit=backend.usable)
+                self._core.backend_admit(backend.name, admit=backend.usable)
                 self._pump()
 
     def observed(self, name: str, slots: Sequence[SlotObservation]) -> None:

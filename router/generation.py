@@ -385,6 +385,11 @@ class Attempt:
         """What :meth:`_shown` held back when the stream is over."""
         return b""
 
+    @property
+    def _most_held(self) -> int:
+        """Bytes of a whole answer above which it passes as it comes."""
+        return WHOLE
+
     def _shown_whole(self, body: bytes) -> bytes:
         """A whole answer as the client gets it."""
         return body
@@ -489,7 +494,7 @@ class Attempt:
             reader.feed(chunk)
             size += len(chunk)
             held.append(chunk)
-            if size > WHOLE:
+            if size > self._most_held:
                 if not client.started:
                     await client.start(response.status, headers)
                 for piece in held:

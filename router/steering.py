@@ -19,7 +19,7 @@ import orjson
 from .backend import EngineBroke, EngineError, EngineUnreachable
 from .generation import Attempt, Generation, Work
 from .isolation import empty, may_hold
-from .stream import TruthReader
+from .stream import BODY_LIMIT, TruthReader
 from .trie import common_blocks
 from .usage import Correction, corrected
 from .values import BLOCK, Outcome, Route, SlotObservation, SlotRef, Status
@@ -215,6 +215,11 @@ class SteeredAttempt(Attempt):
 
     def _shown_last(self) -> bytes:
         return b"" if self._correction is None else self._correction.rest()
+
+    @property
+    def _most_held(self) -> int:
+        # Its counts stand at its end. What is longer than the reader keeps passes as the engine wrote it.
+        return super()._most_held if self._before is None else BODY_LIMIT
 
     def _shown_whole(self, body: bytes) -> bytes:
         return body if self._before is None else corrected(body, *self._computed())

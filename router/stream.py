@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .values import Route
 
-_BODY_LIMIT: Final = 32 * 1024 * 1024
+BODY_LIMIT: Final = 32 * 1024 * 1024
 """Bytes of a non-streaming body that are kept for parsing; of a longer one only the end is searched."""
 
 _TAIL: Final = 64 * 1024
@@ -209,7 +209,7 @@ class TruthReader:
     def _keep(self, chunk: bytes) -> None:
         self._size += len(chunk)
         self._body.append(chunk)
-        if self._size > _BODY_LIMIT:
+        if self._size > BODY_LIMIT:
             self._body = [b"".join(self._body)[-_TAIL:]]
 
     def _settle(self) -> None:
@@ -219,7 +219,7 @@ class TruthReader:
         self._parsed = self._size
         body = b"".join(self._body)
         self._body = [body]
-        if self._size > _BODY_LIMIT:
+        if self._size > BODY_LIMIT:
             for found in _TIMINGS.findall(body):
                 self._timings(self._answer(0), _loads(found))
             self._finished = body.rstrip().endswith((b"}", b"]"))

@@ -1,13 +1,17 @@
-"""Bodies and headers that no client should send, made from ones that it might. Equal numbers, equal ones."""
+"""Bodies and headers that no client should send, made from ones that it might, as Hypothesis draws them."""
 
 from __future__ import annotations
 
-import random
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
 import orjson
+from hypothesis import strategies as st
 
 from tests.support.likeness import CORPUS, REAL
+
+if TYPE_CHECKING:
+    from random import Random
 
 SEEDS = [request for request in (CORPUS | REAL).values() if isinstance(request[2], dict)]
 PATHS = sorted(
@@ -95,35 +99,53 @@ HEADERS: tuple[dict[str, str], ...] = (
 )
 
 
-def request_of(number: int) -> tuple[str, str, bytes, dict[str, str]]:
-    """The request of a number: method, path, body, headers."""
-    rng = random.Random(number)  # noqa: S311 - repeatable, which is the point
-    _, path, seed = rng.choice(SEEDS)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=8,
+)
+"""Any value."""
+
+NAMES = st.sampled_from([name for headers in HEADERS for name in headers]) | st.from_regex(
+    r"[a-z][a-z0-9-]{0,12}", fullmatch=True
+)
+HEADER = st.sampled_from(HEADERS) | st.dictionaries(
+    NAMES.filter(lambda name: name not in {"content-length", "transfer-encoding"}),  # of the framing itself
+    st.text(
+        st.characters(min_codepoint=0x20, max_codepoint=0xFF, exclude_characters="\x7f"), max_size=30
+    ).map(str.strip),
+    max_size=3,
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, str, bytes, dict[str, str]]:
+    """A request that a client might send, with a few things wrong: method, path, body, headers."""
+    rng = draw(st.randoms(use_true_random=False))
+    _, path, seed = draw(st.sampled_from(SEEDS))
     body = orjson.loads(orjson.dumps(seed))
     for _ in range(rng.randint(1, 3)):
-        _mutate(rng, body)
-    try:
-        data = orjson.dumps(body)
-    except orjson.JSONEncodeError:  # deeper than it writes
-        data = b'{"messages":' + b"[" * 400 + b"]" * 400 + b"}"
+        value = draw(st.sampled_from(VALUES) | JSON)
+        _mutate(rng, body, json.loads(json.dumps(value)))  # a copy, as a next mutation may go into it
+    data = json.dumps(body, ensure_ascii=False).encode()  # which knows no bounds of numbers and depth
     kind = rng.random()
     if kind < 0.1:
-        data = rng.choice(RAW)
+        data = draw(st.sampled_from(RAW) | st.binary(max_size=200))
     elif kind < 0.3:
         data = _damaged(rng, data)
     if rng.random() < 0.1:
-        path = rng.choice(PATHS)
-    headers = dict(rng.choice(HEADERS)) if rng.random() < 0.3 else {}
+        path = draw(st.sampled_from(PATHS))
+    headers = draw(HEADER) if rng.random() < 0.3 else {}
     method = "POST" if rng.random() < 0.97 else rng.choice(("GET", "PUT", "DELETE", "OPTIONS", "HEAD"))
     return method, path, data, headers
 
 
-def _mutate(rng: random.Random, body: Any) -> None:
-    """Change one place of a JSON value."""
+def _mutate(rng: Random, body: Any, value: Any) -> None:
+    """Change one place of a JSON value, perhaps to another value."""
     while True:
         if isinstance(body, dict):
             if not body or rng.random() < 0.5:
-                body[rng.choice(FIELDS)] = rng.choice(VALUES)
+                body[rng.choice(FIELDS)] = value
                 return
             key = rng.choice(sorted(body))
         elif isinstance(body, list) and body:
@@ -136,11 +158,11 @@ def _mutate(rng: random.Random, body: Any) -> None:
             del body[key]
             return
         else:
-            body[key] = rng.choice(VALUES)
+            body[key] = value
             return
 
 
-def _damaged(rng: random.Random, data: bytes) -> bytes:
+def _damaged(rng: Random, data: bytes) -> bytes:
     at = rng.randrange(len(data)) if data else 0
     match rng.randrange(4):
         case 0:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from warmslot.router import generation, steering
 from warmslot.router.steering import Way, way_of
+from warmslot.router.stream import BODY_LIMIT
 from warmslot.router.values import Decision as Why
 from warmslot.router.values import Lease, Prompt, Request, Route, SlotRef, Status
 
@@ -57,6 +59,23 @@ async def test_a_steered_client_is_told_what_an_unsteered_one_would_have_been(
             routed = await service.http.post("/v1/messages", json=body)
             assert routed.content == direct.content
     assert {request.path for request in service.fake.generations()} >= {"/completion", "/v1/messages"}
+
+
+@pytest.mark.parametrize(("most", "told_as_new"), [(BODY_LIMIT, True), (100, False)])
+async def test_counts_of_a_long_answer(
+    service: Service, monkeypatch: pytest.MonkeyPatch, most: int, told_as_new: bool
+) -> None:
+    """What is too long to be held for other reasons is held for them; not what nobody could keep."""
+    monkeypatch.setattr(generation, "WHOLE", 100)
+    monkeypatch.setattr(steering, "BODY_LIMIT", most)
+    answer = await service.http.post("/v1/messages", json=ask("mark-l " + STORY))
+    assert len(answer.content) > 100
+    usage = answer.json()["usage"]
+    assert (usage["cache_read_input_tokens"] == 0) is told_as_new
+    assert (
+        usage["cache_read_input_tokens"] + usage["input_tokens"]
+        == service.watcher.reports[-1].processed_tokens
+    )
 
 
 async def test_a_next_turn_needs_no_steering_and_is_reported_as_reused(service: Service) -> None:

@@ -134,6 +134,20 @@ async def test_two_at_once_leave_all_backends_alike() -> None:
         assert one.adapters == other.adapters
 
 
+async def test_it_waits_for_other_calls_that_need_the_backend_alone() -> None:
+    async with two(endpoint={"slot_actions": True}) as (service, one, _):
+        one.answering.hold()
+        erasing = asyncio.create_task(service.http.post("/slots/0?action=erase", json={}))
+        await one.answering.arrived()
+        setting = asyncio.create_task(service.http.post("/lora-adapters", json=[{"id": 0, "scale": 0.5}]))
+        again = asyncio.create_task(service.http.post("/slots/1?action=erase", json={}))
+        await one.until(lambda fake: fake.requests[-1].path.startswith("/slots/"))
+        one.answering.release()
+        answers = await asyncio.gather(erasing, setting, again)
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert one.adapters[0]["scale"] == 0.5
+
+
 async def test_a_failure_in_part_names_who_did_and_who_did_not() -> None:
     async with two() as (service, one, other):
         await service.chat(f"mark-w {LONG}")
