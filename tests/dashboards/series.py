@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from warmslot.router.metrics import catalogue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 POOLS = {"p": ("a", "b"), "q": ("c",)}
 POOL_OF = {backend: pool for pool, backends in POOLS.items() for backend in backends}
@@ -128,19 +128,23 @@ class Expected:
         return sums
 
     def quantile(self, q: float, name: str, **wanted: str) -> float:
-        """A quantile by linear interpolation inside its bucket."""
-        counts = sorted(
-            (math.inf if bound == "+Inf" else float(bound), count)
-            for bound, count in self.by("le", f"{name}_bucket", **wanted).items()
-        )
-        rank = q * counts[-1][1]
-        low, below = 0.0, 0.0
-        for bound, count in counts:
-            if count >= rank:
-                return low if bound == math.inf else low + (bound - low) * (rank - below) / (count - below)
-            low, below = bound, count
-        raise AssertionError("no bucket holds the rank")
+        """A quantile of a histogram."""
+        return quantile(q, self.by("le", f"{name}_bucket", **wanted))
 
     def _of(self, name: str, **wanted: str) -> list[Series]:
         chosen = {**self._chosen, **wanted}
         return [one for one in self._series if one.name == f"warmslot_{name}" and one.fits(**chosen)]
+
+
+def quantile(q: float, buckets: Mapping[str, float]) -> float:
+    """A quantile by linear interpolation inside its bucket; ``buckets``: how many lie below each bound."""
+    counts = sorted(
+        (math.inf if bound == "+Inf" else float(bound), count) for bound, count in buckets.items()
+    )
+    rank = q * counts[-1][1]
+    low, below = 0.0, 0.0
+    for bound, count in counts:
+        if count >= rank:
+            return low if bound == math.inf else low + (bound - low) * (rank - below) / (count - below)
+        low, below = bound, count
+    raise AssertionError("no bucket holds the rank")

@@ -21,12 +21,13 @@ from tests.support.launcher import PATIENCE, Recorder
 from tests.support.router import Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
     from warmslot.launcher.engine import Engine
     from warmslot.launcher.logs import LogEvent
     from warmslot.launcher.warm_up import WarmUp
+    from warmslot.router.observer import Observer
     from warmslot.router.values import Report
 
 QUICK = RestartPolicy(first=0.05, ceiling=0.5, budget=50)
@@ -53,6 +54,11 @@ class Stack:
         pid = self.supervisor.status_of("one").pid
         assert pid is not None
         return pid
+
+    @property
+    def url(self) -> str:
+        """The router's address."""
+        return str(self.http.base_url).rstrip("/")
 
     async def complete(self, prompt: str, **fields: Any) -> httpx.Response:
         """One request in one piece."""
@@ -95,9 +101,14 @@ async def stack(
     *,
     port: int = 0,
     warm_up: WarmUp | None = None,
+    sections: Mapping[str, Any] | None = None,
+    observers: Sequence[Observer] = (),
     **settings: Any,
 ) -> AsyncIterator[Stack]:
-    """A running stack of one backend that is ready; all of it has ended when this returns."""
+    """A running stack of one backend that is ready; all of it has ended when this returns.
+
+    ``settings`` are the backend's (and its pool's ``scheduling``), ``sections`` others of the configuration.
+    """
     scheduling = settings.pop("scheduling", {"in_flight": "pair"})
     backend = {"name": "one", "model": str(model), "slots": 4, "context": 1024, "threads": 1}
     backend |= {"args": ["--no-warmup"], "slot_save_path": str(folder / "kv"), **settings}
@@ -106,10 +117,11 @@ async def stack(
             "listen": {"port": 0},
             "limits": {"hold_timeout": PATIENCE, "ping_interval": 1},
             "pools": [{"name": "m", "scheduling": scheduling, "backends": [backend]}],
+            **(sections or {}),
         }
     )
     watcher, recorder = Watcher(), Recorder()
-    router = create_router(config, observers=[watcher, *filter(None, [warm_up])])
+    router = create_router(config, observers=[watcher, *filter(None, [warm_up]), *observers])
     server = uvicorn.Server(server_config(router.app, config))
     listening = socket.create_server(("127.0.0.1", 0), backlog=256)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
