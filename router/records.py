@@ -74,7 +74,7 @@ class Record:
     queued: float = 0.0
     """Of that, the time in the queue."""
     first_token: float | None = None
-    """From arrival to the first token; ``None`` where there was none, or only a whole answer."""
+    """From arrival to the first token; ``None`` where there was none. Of whole answers, by decode time."""
     ended: float = 0.0
     """From arrival to the release of the slot."""
     prefill_seconds: float = 0.0
