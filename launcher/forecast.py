@@ -134,7 +134,7 @@ class _Run:
         self._arrivals: list[tuple[float, int]] = []
         self._queued: dict[str, float] = {}
         self._active: dict[str, _Active] = {}
-        self._running = Running(speeds.decode_rate)
+        self._running = Running(speeds.decode_rate, speeds.batch)
         self._now = 0.0
         self._left = len(load.jobs)
         self._out = Forecast(setup)
@@ -217,15 +217,11 @@ class _Run:
             cached = self._reused(slot, job)
             seconds = self._speeds.prefill_seconds(cached, job.prompt_tokens)
             copying = exchange.moved * self._speeds.copy
-            # While a prompt is computed, the others get a token for each of its batches.
-            batch = self._speeds.prefill_seconds(
-                max(0, job.prompt_tokens - self._speeds.batch), job.prompt_tokens
-            )
             self._running.work[name] = Work(
                 slot,
-                prefill=max(seconds + copying, 2 * EPSILON),
+                prefill=seconds + copying,
+                tokens=job.prompt_tokens - cached,
                 decode=float(max(1, job.output_tokens - 1)),
-                step=batch,
                 setup=self._speeds.overhead,
             )
             host = max(0, cached - alone)

@@ -1,13 +1,15 @@
 """The modelled engine that traces are replayed on and loads are forecast on, in virtual time. Pure.
 
 Its rules are llama-server's: a slot holds prompt and answer, the longest common prefix is reused, at least
-one prompt token is computed, prompts are computed one after the other in slot order, and while one is
-computed the requests that decode get one token for each batch. What decides is the code that really routes.
+one prompt token is computed. Each step computes a token for every answer, or a batch that is filled with
+prompts in the order of their slots, and a token for every answer as well; what comes meanwhile waits for the
+next step. What decides is the code that really routes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import floor
 from typing import TYPE_CHECKING, Final, Protocol
 
 from warmslot.router.host_tier import NOTHING, Exchange, HostTier
@@ -106,62 +108,124 @@ class Work:
 
     slot: int
     prefill: float
-    """Seconds until its first token, once it is its turn."""
+    """Seconds of computing the rest of its prompt, alone."""
+    tokens: int
+    """Prompt tokens that these are for, one at least."""
     decode: float
     """Output tokens."""
-    step: float
-    """Seconds of one batch while its prompt is computed; the answers beside it get a token for each."""
     setup: float = 0.0
     """Seconds before the engine sees it."""
 
 
-class Running:
-    """What goes on at once on a modelled engine. ``decode_rate(n)``: tokens per second of ``n`` together."""
+@dataclass(slots=True)
+class _Step:
+    """A batch that is being computed."""
 
-    def __init__(self, decode_rate: Callable[[int], float]) -> None:
-        self._decode_rate = decode_rate
+    left: float
+    """Seconds."""
+    prompts: list[tuple[Work, int]]
+    """Whose prompts are in it, and how many tokens of each."""
+    answers: list[Work]
+    """Who gets a token by it."""
+
+
+class Running:
+    """What goes on at once on a modelled engine.
+
+    ``decode_rate(n)``: tokens per second of ``n`` together. ``batch``: prompt tokens of one batch at most.
+    """
+
+    def __init__(self, decode_rate: Callable[[int], float], batch: int) -> None:
+        self._decode_rate, self._batch = decode_rate, batch
+        self._step: _Step | None = None
         self.work: dict[str, Work] = {}
 
     def until_next(self) -> float | None:
         """Seconds until one of them gets to its next stage; ``None`` where nothing runs."""
-        return min(self._lefts(*self._pace()), default=None)
+        self._begin()
+        return min(self._lefts(), default=None)
 
     def advance(self, seconds: float) -> tuple[list[str], list[str]]:
         """Let so much time pass, no more than :meth:`until_next`: who has a first token now, who is over."""
-        filling, rate = self._pace()
+        self._begin()
+        rate = self._rate()
+        done = self._passed(seconds)
         first, over = [], []
         for name, work in self.work.items():
             if work.setup > 0:
                 work.setup = _less(work.setup, seconds)
                 continue
-            if work is filling:
-                work.prefill = _less(work.prefill, seconds)
-                if not work.prefill:
+            if done is not None and any(work is one for one, _ in done.prompts):
+                if not work.tokens:
                     first.append(name)
-            elif work.prefill <= 0:
+            elif done is not None and any(work is one for one in done.answers):
+                work.decode = _less(work.decode, 1.0)
+            elif rate and not work.tokens:
                 work.decode = _less(work.decode, seconds * rate)
-            if work.prefill <= 0 and work.decode <= EPSILON:
+            if not work.tokens and work.decode <= EPSILON:
                 over.append(name)
         return first, over
 
-    def _pace(self) -> tuple[Work | None, float]:
-        """Whose prompt is being computed, and how many tokens a second each answer gets."""
+    def _ready(self) -> tuple[list[Work], list[Work]]:
+        """Whose prompts wait, and who decodes."""
         ready = [work for work in self.work.values() if work.setup <= 0]
-        filling = [work for work in ready if work.prefill > 0]
-        if filling:
-            first = min(filling, key=lambda work: work.slot)
-            return first, 1.0 / max(first.step, EPSILON)
-        decoding = max(1, len(ready))
-        return None, self._decode_rate(decoding) / decoding
+        return [work for work in ready if work.tokens], [work for work in ready if not work.tokens]
 
-    def _lefts(self, filling: Work | None, rate: float) -> Iterator[float]:
+    def _begin(self) -> None:
+        """Put the prompts that wait into a batch, in the order of their slots, as soon as one may begin."""
+        waiting, answers = self._ready()
+        if self._step is not None or not waiting or _begun(answers) > 0:
+            return
+        waiting.sort(key=lambda work: work.slot)
+        room, seconds, prompts = self._batch, 0.0, []
+        for work in waiting:
+            tokens = min(room, work.tokens)
+            if not tokens:
+                break
+            seconds += work.prefill * tokens / work.tokens
+            prompts.append((work, tokens))
+            room -= tokens
+        self._step = _Step(max(seconds, 2 * EPSILON), prompts, answers)
+
+    def _passed(self, seconds: float) -> _Step | None:
+        """The batch, if it is over."""
+        step = self._step
+        if step is None:
+            return None
+        step.left = _less(step.left, seconds)
+        if step.left:
+            return None
+        self._step = None
+        for work, tokens in step.prompts:
+            work.prefill *= 1 - tokens / work.tokens
+            work.tokens -= tokens
+        return step
+
+    def _rate(self) -> float:
+        """Tokens a second that each answer gets while no prompt is computed."""
+        if self._step is not None:
+            return 0.0
+        _, answers = self._ready()
+        return self._decode_rate(len(answers)) / len(answers) if answers else 0.0
+
+    def _lefts(self) -> Iterator[float]:
+        rate = self._rate()
+        waiting, answers = self._ready()
+        if self._step is not None:
+            yield self._step.left
+        elif waiting:
+            yield _begun(answers) / rate
         for work in self.work.values():
             if work.setup > 0:
                 yield work.setup
-            elif work is filling:
-                yield work.prefill
-            elif work.prefill <= 0:
+            elif rate and not work.tokens:
                 yield work.decode / rate
+
+
+def _begun(answers: list[Work]) -> float:
+    """Of the token that is being generated, the part that is left; all answers get theirs at once."""
+    part = max((work.decode - floor(work.decode + EPSILON) for work in answers), default=0.0)
+    return part if part > EPSILON else 0.0
 
 
 def _less(left: float, done: float) -> float:

@@ -201,7 +201,7 @@ class _Replay:
         self._now = 0.0
         self._queued: dict[str, tuple[int, Call, float]] = {}
         self._started: dict[str, _Started] = {}
-        self._running = Running(speed.decode_rate)
+        self._running = Running(speed.decode_rate, speed.batch)
         self._served: list[Served] = []
         self._sent = 0
 
@@ -238,8 +238,8 @@ class _Replay:
             self._running.work[name] = Work(
                 slot,
                 prefill=seconds + self._speed.copy_seconds(exchange.moved),
+                tokens=prompt_tokens - cached,
                 decode=float(call.output_tokens),
-                step=self._speed.batch / self._speed.prefill,
             )
 
     def _advance(self) -> None:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from warmslot.router.values import Prompt
-
 from .modelled import Engine, content
 from .summary import PrefillCurve
 
@@ -88,13 +86,11 @@ def copy_of(records: Sequence[Record], slots: int, host: HostMemory) -> float | 
     for one in sorted(records, key=lambda one: one.time + one.granted):
         if not (one.pinned and 0 <= one.slot < slots):
             continue
-        prompt = Prompt(chain=one.chain, length=one.length, root=one.root)
-        after = Prompt(chain=one.after, length=max(one.length, one.after_length), root=one.root)
-        exchange = engine.take(one.slot, prompt, one.prompt_tokens)
+        exchange = engine.take(one.slot, one.prompt, one.prompt_tokens)
         if one.host_tokens > 0 and exchange.moved > 0:
             rest = one.ended - one.granted - one.prefill_seconds - one.decode_seconds - usual
             found.append(max(0.0, rest) / exchange.moved)
-        engine.serve(one.slot, content(prompt, after, one.prompt_tokens, one.output_tokens))
+        engine.serve(one.slot, content(one.prompt, one.content, one.prompt_tokens, one.output_tokens))
     return median(found) if len(found) >= _LEAST_COPIES else None
 
 

@@ -22,6 +22,8 @@ from warmslot.router.journal import read
 from warmslot.router.records import Record
 from warmslot.router.values import BLOCK, Prompt, extend_chain
 
+from .load import Sessions
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -193,6 +195,7 @@ def _from_start(sessions: list[list[Call]]) -> list[list[Call]]:
 
 def _load_journal(path: Path) -> Trace:
     """The requests that were answered, by conversation; with the rates that the engine had."""
+    naming = Sessions()
     sessions: dict[str, list[Call]] = {}
     processed = prefill = output = decode = 0.0
     for record in read(path):
@@ -208,15 +211,15 @@ def _load_journal(path: Path) -> Trace:
             prefill += record.prefill_seconds
         output += record.output_tokens
         decode += record.decode_seconds
-        key = f"{record.pool}/{record.session or record.id}"
+        key = f"{record.pool}/{naming.name(record)}"
         call = Call(
             session=key,
-            prompt=Prompt(record.chain, record.length, tokens=record.prompt_tokens, root=record.root),
+            prompt=replace(record.prompt, tokens=record.prompt_tokens),
             generated=b"",
             output_tokens=record.output_tokens,
             at=record.time,
             prompt_tokens=record.prompt_tokens,
-            after=Prompt(record.after, record.after_length, root=record.root),
+            after=record.content,
         )
         sessions.setdefault(key, []).append(call)
     if not sessions:

@@ -20,7 +20,7 @@ import orjson
 
 from .outline import NO_OUTLINE, Outline, Part, pack, shared, unpack
 from .trie import common_blocks
-from .values import ROOT, Candidate, SlotRef
+from .values import ROOT, Candidate, Prompt, SlotRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -100,6 +100,16 @@ class Record:
     reply: Part | None = None
     text: dict[str, Any] | None = None
     """Where text is kept: ``tools``, ``messages`` (or ``prompt``) and ``reply`` as they were sent."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """What was asked."""
+        return Prompt(self.chain, self.length, root=self.root)
+
+    @property
+    def content(self) -> Prompt:
+        """What the slot held afterwards: prompt and answer."""
+        return Prompt(self.after, max(self.length, self.after_length), root=self.root)
 
     @property
     def processed_tokens(self) -> int | None:
