@@ -9,7 +9,7 @@ from collections import deque
 from itertools import pairwise
 from typing import NamedTuple
 
-from warmslot.router.sessions import ENDING
+from warmslot.router.clocks import ENDING
 
 MOST = 32
 """Conversations whose last prompts are kept."""

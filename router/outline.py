@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from .clocks import CLOCK
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -38,23 +40,6 @@ _PIECE = 512
 _SEARCHED = 256
 """Bytes of a field's beginning that are searched in the canonical prompt to find where it stands."""
 
-_MONTH = (
-    r"(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sep(?:t|tember)?"
-    r"|Oct(?:ober)?|Nov(?:ember)?|Dec(?:ember)?)\.?"
-)
-_DAY = r"\d{1,2}(?:st|nd|rd|th)?"
-_CLOCK = re.compile(
-    r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}"
-    r"|\d{1,2}[-/.]\d{1,2}[-/.]\d{4}"
-    r"|(?<=[T\s])?\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?(?:\s?[AaPp]\.?[Mm]\.?)?"
-    rf"|(?:{_DAY}\.?\s+(?:of\s+)?)?\b{_MONTH}\b(?:\s+{_DAY})?(?:,?\s+\d{{4}})?"
-    r"|\b(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?\b,?"
-    r"|\b\d{1,2}\s?[AaPp]\.?[Mm]\b\.?"
-    r"|\b1[0-9]{9}(?:\.\d+)?\b|\b1[0-9]{12}\b"
-    r"|\b(?:19|20)\d{2}\b"
-    r"|\b\d+(?:\.\d+)?\s*(?:ms|s|sec|second|min|minute|hour|h|day|week)s?\s+ago\b"
-    r"|(?<=[\d\s#])(?:UTC|GMT|CES?T|E[SD]T|P[SD]T|Z)(?:[+-]\d{1,2}(?::?\d{2})?)?\b|[+-]\d{2}:\d{2}\b"
-)
 _NONCE = re.compile(
     r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"
     r"|(?<![A-Za-z0-9_+/=.-])(?=[A-Za-z_+/=.-]*\d)[A-Za-z0-9_+/=.-]{6,}"
@@ -206,7 +191,7 @@ class Outliner:
                 name=name,
                 length=len(text),
                 exact=exact[:_EXACT],
-                clock=_hash(_CLOCK.sub("\0", text), _LOOSE),
+                clock=_hash(CLOCK.sub("\0", text), _LOOSE),
                 nonce=_hash(_without_nonces(text, counters=system), _LOOSE),
                 shape=_hash(_shape(value), _LOOSE),
                 thinks=_THINK.search(text) is not None,
@@ -265,7 +250,7 @@ def _hash(text: str, size: int) -> bytes:
 
 def _without_nonces(text: str, *, counters: bool) -> str:
     # Ids first: the digits of one may look like a date.
-    text = _HEADER.sub("\\1\0", _CLOCK.sub("\0", _NONCE.sub("\0", text)))
+    text = _HEADER.sub("\\1\0", CLOCK.sub("\0", _NONCE.sub("\0", text)))
     return _NUMBER.sub("\0", text) if counters else text
 
 

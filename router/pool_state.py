@@ -441,7 +441,7 @@ class Pool:
             request=request.id,
             session=waiting.session,
             prompt_tokens=tokens,
-            rollback_chance=self.sessions.tail_chance,
+            rollback_chance=self.sessions.tail_chance(waiting.session),
             turns=self.sessions.turns_ahead(),
         )
         served = Served(request.prompt, tokens, context, waiting.session, active.backend.rollback)
@@ -565,7 +565,7 @@ class _View:
             request=waiting.request.id,
             session=waiting.session,
             prompt_tokens=waiting.prompt_tokens,
-            rollback_chance=self._pool.sessions.tail_chance,
+            rollback_chance=self._pool.sessions.tail_chance(waiting.session),
             turns=self._turns,
         )
 

@@ -17,6 +17,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from .clocks import ENDING, Timeless, TimelessIndex
 from .trie import PrefixTrie, common_blocks, common_bytes
 from .values import BLOCK
 
@@ -29,8 +30,6 @@ LIMIT = 512
 """Conversations that are remembered."""
 MAX_BYTES = 64 << 20
 """Of text that their last prompts stand for (an eighth of that in memory)."""
-ENDING = 24
-"""Bytes at the end of a prompt that the next one may lack: what opens an answer, as reasoning tags do."""
 
 _OWN_BLOCKS = 4
 """Blocks by which a match must exceed a preamble shared with others to be of the conversation itself."""
@@ -93,6 +92,8 @@ class Session:
     arrived_tick: int = 0
     returned: bool = False
     """Whether its last release was followed by a return (each release is counted once)."""
+    retold: bool = False
+    """Whether its last prompt told another time than the one before: what it left is of no use then."""
     tail: array[int] | None = None
     """Chain of the longer prompt that this conversation went back from, until it is asked for again."""
     tail_from: int = 0
@@ -113,6 +114,7 @@ class Sessions:
         self._by_key: dict[int, Session] = {}
         self._free: list[int] = list(range(limit, -1, -1))
         self._trie = PrefixTrie()
+        self._timeless = TimelessIndex()
         self._went_on = [_Share() for _ in range(_CLASSES)]
         self._tails = _Share()
         self._gaps = _Samples()
@@ -135,12 +137,16 @@ class Sessions:
         """
         self._tick += 1
         self._chances.clear()
+        timeless = None if hint else Timeless.of(prompt)
         session = self._sessions.get(f"={hint}") if hint else self._continued(prompt)
+        retold = False
+        if session is None and timeless is not None:
+            session, retold = self._at_another_time(timeless), True
         if session is None:
-            return self._begin(prompt, hint), 0
+            return self._begin(prompt, hint, timeless), 0
         reach = session.tokens
         if not hint and self._are_two(session, prompt):
-            return self._begin(prompt, hint), reach
+            return self._begin(prompt, hint, timeless), reach
         if session.running == 0 and not session.returned:
             session.returned = True
             self._gaps.add(self._tick - session.released_tick)
@@ -149,8 +155,9 @@ class Sessions:
             self._turned(session)
         session.running += 1
         session.turns += 1
+        session.retold = retold
         self._note_tail(session, prompt)
-        self._set(session, prompt)
+        self._set(session, prompt, timeless)
         return session, reach
 
     def release(self, session_id: str, now: float, tokens: int | None = None) -> None:
@@ -197,10 +204,10 @@ class Sessions:
         share = self._went_on[-1].value
         return min(_MOST_TURNS, max(1.0, share / (1.0 - share)))
 
-    @property
-    def tail_chance(self) -> float:
-        """How often what a conversation went back from is asked for again."""
-        return self._tails.value
+    def tail_chance(self, session_id: str) -> float:
+        """How likely what a conversation went back from is asked for again."""
+        session = self._sessions.get(session_id)
+        return 0.0 if session is not None and session.retold else self._tails.value
 
     def linger_seconds(self, session_id: str, gain_seconds: float, now: float) -> float:
         """How much longer to hold the slot of a conversation that was left, in seconds; 0 = not worth it.
@@ -295,7 +302,12 @@ class Sessions:
         session.tail = None
         return True
 
-    def _begin(self, prompt: Prompt, hint: str | None) -> Session:
+    def _at_another_time(self, prompt: Timeless) -> Session | None:
+        """The conversation that the prompt continues but for a clock near the top; none that runs now."""
+        found = (self._sessions[name] for name in self._timeless.find(prompt))
+        return next((session for session in found if not session.running), None)
+
+    def _begin(self, prompt: Prompt, hint: str | None, timeless: Timeless | None) -> Session:
         self._made += 1
         name = f"={hint}" if hint else f"s{self._made}"
         while len(self._sessions) >= self._limit:
@@ -303,14 +315,15 @@ class Sessions:
         session = Session(id=name, key=self._free.pop(), chain=prompt.chain, length=0, ending=b"", running=1)
         self._sessions[name] = session
         self._by_key[session.key] = session
-        self._set(session, prompt)
+        self._set(session, prompt, timeless)
         return session
 
     def _distance(self, session: Session) -> int:
         """How many other conversations were asked for since this one was left."""
         return len(self._arrived) - bisect_right(self._arrived, session.released_tick)
 
-    def _set(self, session: Session, prompt: Prompt) -> None:
+    def _set(self, session: Session, prompt: Prompt, timeless: Timeless | None) -> None:
+        self._timeless.put(session.id, timeless)
         self._unmark(session)
         session.arrived_tick = self._tick
         self._arrived.append(self._tick)
@@ -338,6 +351,7 @@ class Sessions:
         self._unmark(session)
         del self._sessions[session.id]
         del self._by_key[session.key]
+        self._timeless.drop(session.id)
         self._trie.drop(session.key)
         self._free.append(session.key)
         self._bytes -= session.length
@@ -358,7 +372,7 @@ class Sessions:
                 session.tail = None
         shared = common_blocks(chain, session.chain)
         if shared < len(session.chain):
-            self._tails.total += 1
+            self._tails.total += not session.retold
             session.tail, session.tail_from = session.chain, shared
 
 

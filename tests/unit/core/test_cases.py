@@ -238,3 +238,53 @@ def test_a_dead_backend_attracts_nothing() -> None:
     after, report = chat.ask(3.0, b" Still there?")
     assert after.slot.backend != lease.slot.backend
     assert report.losses[Loss.RESTARTED] > 500
+
+
+def _at(hour: int, minute: int) -> bytes:
+    return f"You are careful. It is 2026-05-0{1 + hour % 9} {hour:02d}:{minute:02d}:07 UTC. ".encode()
+
+
+def test_a_clock_near_the_top_leaves_a_conversation_on_its_slot() -> None:
+    """What follows the clock is computed every time; nobody else's content goes for it."""
+    core = _core(2)
+    main = Chat(core, "main", b"The long conversation that matters. " * 300)
+    home, _ = main.ask(0.0)
+    said, slots = b"Mend the roof of the barn, please. " * 200, set()
+    for turn in range(8):
+        said += b" And then? " * 4
+        ticking = Chat(core, f"ticking-{turn}", _at(10, turn) + PREAMBLE + said)
+        lease, report = ticking.ask(10.0 * turn + 1)
+        slots.add(lease.slot)
+        assert report.losses.get(Loss.DIVERGED, 0) > 1000 or turn == 0
+        if turn % 3 == 2:
+            lease, report = main.ask(10.0 * turn + 5, b" Go on. " * 5)
+            assert lease.slot == home.slot
+            assert report.processed_tokens < 40
+    assert len(slots) == 1
+    assert home.slot not in slots
+
+
+def test_two_conversations_that_tell_different_times_stay_two() -> None:
+    core = _core(2)
+    chats = [Chat(core, str(hour), _at(hour, 30) + PREAMBLE + b"Plan my trip. " * 40) for hour in (8, 17)]
+    slots: list[list[object]] = [[], []]
+    for turn in range(6):
+        for at, chat in enumerate(chats):
+            lease, report = chat.ask(10.0 * turn + 5 * at, b" And then? " * 4)
+            slots[at].append(lease.slot)
+            if turn >= 2:
+                assert report.processed_tokens < 40
+    assert len(set(slots[0][1:])) == len(set(slots[1][1:])) == 1
+    assert slots[0][-1] != slots[1][-1]
+
+
+def test_two_requests_at_once_that_tell_different_times_are_two_conversations() -> None:
+    sessions = Sessions()
+    rest = PREAMBLE + b"Plan my trip. " * 40
+    one, _ = sessions.arrive(Prompt.of(_at(8, 1) + rest), None, 0.0)
+    two, _ = sessions.arrive(Prompt.of(_at(8, 2) + rest), None, 0.0)
+    assert one is not two
+    sessions.release(one.id, 1.0)
+    sessions.release(two.id, 1.0)
+    again, _ = sessions.arrive(Prompt.of(_at(8, 3) + rest + b"And then?"), None, 2.0)
+    assert again.id in {one.id, two.id}

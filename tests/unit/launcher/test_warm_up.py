@@ -11,7 +11,7 @@ from warmslot.launcher import warm_up
 from warmslot.launcher.preambles import LEAST, LONGEST, MOST, Preambles
 from warmslot.launcher.prompt_file import WarmUpError
 from warmslot.launcher.warm_up import WarmUp
-from warmslot.router.sessions import ENDING
+from warmslot.router.clocks import ENDING
 from warmslot.router.values import Status
 
 from tests.fakes.llama_server import FakeLlamaServer
