@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
+KEY = "LLAMA_API_KEY"
+"""Environment variable in which an engine finds its key: command lines are for all to see."""
+
+
 class CommandError(Exception):
     """The settings make no command line; the message is one line."""
 
@@ -93,8 +97,35 @@ def build_command(
     kept = [flag for flag in flags if flag not in lacking]
     _refuse_clashes(engine, backend, flags)
     argv = (*engine.command, *(word for flag in kept for word in flag.words), *backend.args)
-    inherited = os.environ if env is None else env
-    return Command(argv, {**inherited, **backend.env}, tuple(lacking), backend.env)
+    # An engine that asked for a key that is not ours to know would let nobody in.
+    inherited = {name: value for name, value in (os.environ if env is None else env).items() if name != KEY}
+    changes = {**backend.env, **_key(engine, backend)}
+    return Command(argv, {**inherited, **changes}, tuple(lacking), changes)
+
+
+def key_header(backend: Backend) -> dict[str, str]:
+    """What a request to a backend's engine has to carry."""
+    return (
+        {} if backend.api_key is None else {"Authorization": f"Bearer {backend.api_key.get_secret_value()}"}
+    )
+
+
+def _key(engine: Engine, backend: Backend) -> dict[str, str]:
+    if backend.api_key is None:
+        return {}
+    for argument in backend.args:
+        if canonical(argument) in {"--api-key", "--api-key-file"}:
+            raise CommandError(
+                f"backend {backend.name!r}: the extra argument {argument} clashes with the setting api_key"
+            )
+    if not engine.knows("--api-key"):
+        raise CommandError(
+            f"backend {backend.name!r}: the engine {engine.path} has no option --api-key, so no api_key"
+        )
+    value = backend.api_key.get_secret_value()
+    if "," in value:
+        raise CommandError(f"backend {backend.name!r}: its api_key has a comma, which would make it two")
+    return {KEY: value}
 
 
 def parse_cpus(text: str) -> set[int]:

@@ -364,6 +364,8 @@ def serve(parsed: Sequence[tuple[Option, Any]]) -> int:
     """Load the model and serve until a signal to stop. Returns the exit status."""
     xllamacpp = importlib.import_module("xllamacpp")
     params = xllamacpp.CommonParams()
+    if key := os.environ.get("LLAMA_API_KEY"):  # as llama-server; an option comes after it
+        parsed = [*parse(["--api-key", key]), *parsed]
     for option, value in (*parse(DEFAULTS), *parsed):
         option.apply(params, value)
     if not params.model.path:

@@ -157,8 +157,9 @@ class Operations:
                     if backend.url is not None or backend.name not in old or old[backend.name].url:
                         continue
                     engine = await asyncio.to_thread(_needs, config, backend)
-                    if self._differs(backend, engine):
-                        changed.append((backend, engine))
+                    kept = _with_key_of(backend, self._supervisor.backend(backend.name))
+                    if self._differs(kept, engine):
+                        changed.append((kept, engine))
             applied, failed = [], {}
             for backend, engine in changed:
                 try:
@@ -207,10 +208,19 @@ class Operations:
 
 def _with(backend: Backend, fields: Mapping[str, Any]) -> Backend:
     try:
-        return Backend.model_validate({**backend.model_dump(exclude_unset=True), **fields})
+        # (The key itself is known by now, wherever it came from.)
+        given = backend.model_dump(exclude_unset=True, exclude={"api_key_env", "api_key_file"})
+        return Backend.model_validate({**given, **fields})
     except ValidationError as error:
         first = error.errors()[0]
         raise ControlError(f"{first['loc'][-1]}: found {first['input']!r}: {first['msg']}") from None
+
+
+def _with_key_of(backend: Backend, running: Backend) -> Backend:
+    """With the key by which the router asks a backend, which it learns at a start."""
+    return backend.model_copy(
+        update={name: getattr(running, name) for name in ("api_key", "api_key_env", "api_key_file")}
+    )
 
 
 def _needs(config: Config, backend: Backend) -> Engine:
@@ -264,6 +274,8 @@ def _left_for_a_start(old: Config, new: Config) -> list[str]:
         for setting in type(pool).model_fields:
             if setting != "backends":
                 left += _differing(f"pools.{name}.{setting}", getattr(pool, setting), getattr(other, setting))
+        had, has = ({backend.name: backend.api_key for backend in one.backends} for one in (pool, other))
+        left += [f"pools.{name}.backends.{one}.api_key" for one in has if one in had and had[one] != has[one]]
         were, are = ({backend.name: backend.url for backend in one.backends} for one in (pool, other))
         left += [f"pools.{name}.backends: {one} is new" for one in are if one not in were]
         left += [f"pools.{name}.backends: {one} is gone" for one in were if one not in are]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 
+from .command import key_header
 from .process import State
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class ProgressWatch:
     async def _signs(self, url: str) -> tuple[int | None, list[object]] | None:
         """What changes as an engine works: its process, how far each busy slot is; ``None``: no answer."""
         pid = self._supervisor.status_of(self._name).pid
-        async with httpx.AsyncClient(timeout=self._timeout / _LOOKS, trust_env=False) as client:
+        headers, patience = key_header(self._supervisor.launch(self._name).backend), self._timeout / _LOOKS
+        async with httpx.AsyncClient(timeout=patience, trust_env=False, headers=headers) as client:
             try:
                 answer = await client.get(f"{url}/slots")
                 slots: Any = answer.json() if answer.is_success else []

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 
-from .command import CommandError, build_command, parse_cpus
+from .command import CommandError, build_command, key_header, parse_cpus
 from .host_memory import fit_cache_ram
 from .logs import Loading
 from .model import ModelError, find_model
@@ -292,7 +292,7 @@ class Runner:
         if self._manners.outlive and found.url and found.alive and self.status.state is State.ABSENT:
             with contextlib.suppress(ModelError, CommandError):
                 if self._command().fingerprint == found.fingerprint:
-                    async with _client() as client:
+                    async with _client(self.launch.backend) as client:
                         if await _probe(client, found.url) is not None:
                             return Adopted(found)
         await asyncio.to_thread(found.end)
@@ -471,7 +471,7 @@ class Runner:
 
     async def _load(self, child: Child | Adopted) -> tuple[str, int, int]:
         """Wait until the engine is healthy: its address, slots, context per slot. Never gives up."""
-        async with _client() as client:
+        async with _client(self.launch.backend) as client:
             while True:
                 url = await asyncio.to_thread(child.address)
                 if url and (props := await _probe(client, url)) is not None:
@@ -492,8 +492,8 @@ class Runner:
         self.launch = launch
 
 
-def _client() -> httpx.AsyncClient:
-    return httpx.AsyncClient(timeout=_PROBE_TIMEOUT, trust_env=False)
+def _client(backend: Backend) -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=_PROBE_TIMEOUT, trust_env=False, headers=key_header(backend))
 
 
 async def _probe(client: httpx.AsyncClient, url: str) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import httpx
 from warmslot.router.backends import NoBackendError
 
+from .command import key_header
 from .host_memory import cache_of
 from .model import ModelError
 from .saved_slots import DamagedError, Folder, assign, fingerprint
@@ -131,10 +132,13 @@ class Warmth:
             return 0
         url, saved = backend.client.base_url, 0
         try:
-            mark = await asyncio.to_thread(fingerprint, self._launch_of(name))
+            launch = self._launch_of(name)
+            mark = await asyncio.to_thread(fingerprint, launch)
             async with (
                 asyncio.timeout(SAVE_TIMEOUT),
-                httpx.AsyncClient(base_url=url, timeout=SAVE_TIMEOUT, trust_env=False) as client,
+                httpx.AsyncClient(
+                    base_url=url, headers=key_header(launch.backend), timeout=SAVE_TIMEOUT, trust_env=False
+                ) as client,
             ):
                 for one in sorted(held, key=lambda one: one.tokens * one.chance, reverse=True):
                     if await self._save_one(client, folder, one, mark, backend.slots):
@@ -181,11 +185,14 @@ class Warmth:
         if folder is None:
             return restored
         try:
-            mark = await asyncio.to_thread(fingerprint, self._launch_of(name))
+            launch = self._launch_of(name)
+            mark = await asyncio.to_thread(fingerprint, launch)
             fit = await asyncio.to_thread(folder.fitting, mark, context)
             async with (
                 asyncio.timeout(RESTORE_TIMEOUT),
-                httpx.AsyncClient(base_url=url, timeout=RESTORE_TIMEOUT, trust_env=False) as client,
+                httpx.AsyncClient(
+                    base_url=url, headers=key_header(launch.backend), timeout=RESTORE_TIMEOUT, trust_env=False
+                ) as client,
             ):
                 for slot, saved in assign(fit[:slots], slots).items():
                     if await self._restore_one(client, folder, saved, slot, slots):

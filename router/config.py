@@ -112,7 +112,7 @@ class Scheduling(Section):
 
 _OF_ALL = frozenset({"name", "url"})
 _SOURCES = frozenset({"api_key", "api_key_env", "api_key_file"})
-_OF_REMOTE = _SOURCES | {"tls_ca"}
+_OF_REMOTE = frozenset({"tls_ca"})
 _TOLD = frozenset({"cache_ram"})
 """Of a backend elsewhere not set, but told of it."""
 
@@ -127,7 +127,8 @@ class Backend(Section):
     url: str | None = Field(default=None, pattern=URL_PATTERN)
     """Address of a llama-server that runs already; its slots and context are asked from it."""
     api_key: SecretStr | None = Field(default=None, min_length=1)
-    """The key that this llama-server asks for (its `--api-key`), sent in place of the client's."""
+    """The key that this llama-server asks for (its `--api-key`), sent in place of the client's. One that is
+    launched here is told of it by its environment, not on its command line."""
     api_key_env: str | None = Field(default=None, min_length=1)
     """Environment variable that holds it."""
     api_key_file: str | None = Field(default=None, min_length=1)
@@ -179,7 +180,7 @@ class Backend(Section):
                 "found neither model nor url, allowed: one of them",
             )
         elif self.url is not None:
-            for other in sorted(self.model_fields_set - _OF_ALL - _OF_REMOTE - _TOLD):
+            for other in sorted(self.model_fields_set - _OF_ALL - _OF_REMOTE - _SOURCES - _TOLD):
                 message = "found beside url, allowed: only in a backend that is launched here"
                 yield Problem((other,), message)
             if self.cache_ram:
@@ -187,13 +188,13 @@ class Backend(Section):
                 yield Problem(("cache_ram",), message)
             if self.tls_ca is not None and not self.url.startswith("https:"):
                 yield Problem(("tls_ca",), "found beside an http address, allowed: beside an https one")
-            sources = sorted(self.model_fields_set & _SOURCES)
-            if len(sources) > 1:
-                names = ", ".join(sorted(_SOURCES))
-                yield Problem((sources[1],), f"found beside {sources[0]}, allowed: at most one of {names}")
         else:
             for other in sorted(self.model_fields_set & _OF_REMOTE):
                 yield Problem((other,), "found beside model, allowed: only beside url")
+        sources = sorted(self.model_fields_set & _SOURCES)
+        if len(sources) > 1:
+            names = ", ".join(sorted(_SOURCES))
+            yield Problem((sources[1],), f"found beside {sources[0]}, allowed: at most one of {names}")
 
 
 class Pool(Section):

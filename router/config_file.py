@@ -282,7 +282,7 @@ class _SettingError(ConfigError):
 
 
 def _with_access(backend: Backend, folder: Path, env: Mapping[str, str]) -> Backend:
-    """With what it takes to be let in by a llama-server that runs elsewhere."""
+    """With what it takes to be let in by its llama-server."""
     update: dict[str, object] = {}
     sources = backend.api_key, backend.api_key_env, backend.api_key_file
     if any(source is not None for source in sources):
@@ -366,9 +366,9 @@ def dump(config: Config) -> str:
 
 
 def _shown(backend: dict[str, Any], given: AbstractSet[str]) -> dict[str, Any]:
+    if "api_key_env" in backend or "api_key_file" in backend:
+        backend.pop("api_key", None)
     if "url" in backend:
-        if "api_key_env" in backend or "api_key_file" in backend:
-            backend.pop("api_key", None)
         names = ("name", "url", "api_key", "api_key_env", "api_key_file", "tls_ca", "cache_ram")
         return {name: backend[name] for name in names if name in backend and name in given}
     backend["env"] = {

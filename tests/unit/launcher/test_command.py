@@ -102,3 +102,41 @@ def test_flags_that_the_engine_lacks_are_left_out() -> None:
 def test_an_essential_option_that_the_engine_lacks_is_an_error() -> None:
     with pytest.raises(CommandError, match="the engine /bin/llama-server has no option -np"):
         build_command(engine(HELP.replace("-np,   --parallel N\n", "")), backend(), MODEL)
+
+
+KEYED = HELP + "--api-key KEY\n"
+
+
+def test_a_key_is_told_by_the_environment_alone() -> None:
+    keyed = backend(api_key="sk-of-its-own")
+    command = build_command(engine(KEYED), keyed, MODEL, env={"LLAMA_API_KEY": "inherited", "A": "1"})
+    assert not any("sk-of-its-own" in word for word in command.argv)
+    assert command.env == {"LLAMA_API_KEY": "sk-of-its-own", "A": "1"}
+    assert "sk-of-its-own" not in command.fingerprint
+    assert command.fingerprint != build_command(engine(KEYED), backend(), MODEL, env={}).fingerprint
+
+
+def test_a_key_that_nobody_told_the_router_of_is_not_inherited() -> None:
+    inherited = {"LLAMA_API_KEY": "inherited"}
+    assert build_command(engine(KEYED), backend(), MODEL, env=inherited).env == {}
+    own = backend(env={"LLAMA_API_KEY": "meant"})
+    assert build_command(engine(KEYED), own, MODEL, env=inherited).env == {"LLAMA_API_KEY": "meant"}
+
+
+@pytest.mark.parametrize(
+    ("help_text", "settings", "said"),
+    [
+        (
+            KEYED,
+            {"args": ("--api-key", "x")},
+            "the extra argument --api-key clashes with the setting api_key",
+        ),
+        (KEYED, {"args": ("--api_key_file", "x")}, "--api_key_file clashes with the setting api_key"),
+        (KEYED, {"api_key": "a-secret,b"}, "its api_key has a comma, which would make it two"),
+        (HELP, {}, "the engine /bin/llama-server has no option --api-key, so no api_key"),
+    ],
+)
+def test_a_key_that_cannot_be_told(help_text: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(CommandError, match=re.escape(said)) as refused:
+        build_command(engine(help_text), backend(**{"api_key": "a-secret", **settings}), MODEL)
+    assert "a-secret" not in str(refused.value)

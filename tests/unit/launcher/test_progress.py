@@ -54,6 +54,9 @@ class Patient:
     def status_of(self, _: str) -> BackendStatus:
         return self.status
 
+    def launch(self, _: str) -> Any:
+        return SimpleNamespace(backend=SimpleNamespace(api_key=None))
+
     def condemn(self, _: str, reason: str) -> None:
         self.condemned.set_result(reason)
 
