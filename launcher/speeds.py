@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from .modelled import Engine, content
+from .overlap import Span, prefill_seconds, undisturbed
 from .summary import PrefillCurve
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def speeds_of(records: Sequence[Record]) -> Speeds | None:
     prefills = _prefills(
         [one for one in records if one.cached_tokens is not None and one.prefill_seconds > 0]
     )
-    rates, seen = _decode(_spans(records))
+    rates, seen = _decode(records)
     if not prefills or not rates:
         return None
     start, curve = _start_and_curve(prefills)
@@ -106,22 +107,14 @@ def _overhead(records: Sequence[Record]) -> float:
 
 
 def _prefills(records: Sequence[Record]) -> list[tuple[int, int, float]]:
-    """First position, last position and seconds of each prefill, as if it had been computed alone.
-
-    Each request's own timing begins with its first batch and holds the batches of all that are computed
-    beside it. So those that overlap are taken together: the time from the first beginning to the last end is
-    shared out by their tokens.
-    """
-    found = []
-    for crowd in _crowds([_prefill_span(one) for one in records]):
-        spans = [_prefill_span(records[index]) for index in crowd]
-        seconds = max(end for _, _, end in spans) - min(begin for _, begin, _ in spans)
-        tokens = sum(records[index].processed_tokens or 0 for index in crowd)
-        for one in (records[index] for index in crowd):
-            own = one.processed_tokens or 0
-            if own:
-                found.append((one.prompt_tokens - own, one.prompt_tokens, seconds * own / tokens))
-    return found
+    """First position, last position and seconds of each prefill, as if it had been computed alone."""
+    tokens = [one.processed_tokens or 0 for one in records]
+    seconds = prefill_seconds([Span.of(one) for one in records], tokens)
+    return [
+        (one.prompt_tokens - own, one.prompt_tokens, spent)
+        for one, own, spent in zip(records, tokens, seconds, strict=True)
+        if own
+    ]
 
 
 def _start_and_curve(prefills: Sequence[tuple[int, int, float]]) -> tuple[float, PrefillCurve]:
@@ -139,79 +132,27 @@ def _start_and_curve(prefills: Sequence[tuple[int, int, float]]) -> tuple[float,
     return start, curve
 
 
-def _prefill_span(one: Record) -> tuple[str, float, float]:
-    """Backend, begin and end of a prefill."""
-    end = one.time + one.ended - one.decode_seconds
-    return one.backend, end - one.prefill_seconds, end
-
-
-def _crowds(spans: Sequence[tuple[str, float, float]]) -> list[list[int]]:
-    """Prefills that overlap on one backend, taken together; most are alone."""
-    crowds: list[list[int]] = []
-    where, until = "", 0.0
-    for index in sorted(range(len(spans)), key=lambda index: spans[index]):
-        backend, begin, end = spans[index]
-        if crowds and backend == where and begin < until:
-            crowds[-1].append(index)
-            until = max(until, end)
-        else:
-            crowds.append([index])
-            where, until = backend, end
-    return crowds
-
-
-def _spans(records: Sequence[Record]) -> list[tuple[str, float, float, float, int]]:
-    """Backend, begin of prefill, begin of decoding, end, generated tokens."""
-    spans = []
-    for one in records:
-        if one.decode_seconds > 0 and one.output_tokens > 1:
-            end = one.time + one.ended
-            decoding = end - one.decode_seconds
-            spans.append((one.backend, decoding - one.prefill_seconds, decoding, end, one.output_tokens - 1))
-    return spans
-
-
-def _decode(spans: Sequence[tuple[str, float, float, float, int]]) -> tuple[dict[int, float], set[int]]:
+def _decode(records: Sequence[Record]) -> tuple[dict[int, float], set[int]]:
     """Rates by level from the times in which nothing was prefilled."""
     tokens: dict[int, float] = {}
     seconds: dict[int, float] = {}
-    for (*_, output), spent in zip(spans, _undisturbed(spans), strict=True):
+    usable = [one for one in records if one.decode_seconds > 0 and one.output_tokens > 1]
+    for one, spent in zip(records, undisturbed([Span.of(one) for one in records]), strict=True):
+        if one.output_tokens <= 1:
+            continue
         whole = sum(spent.values())
         for level, time in spent.items():
-            tokens[level] = tokens.get(level, 0.0) + output * time / whole
+            tokens[level] = tokens.get(level, 0.0) + (one.output_tokens - 1) * time / whole
             seconds[level] = seconds.get(level, 0.0) + time / level
     if not tokens:  # never a moment without a prefill: take the whole times
-        for _, _, decoding, end, output in spans:
-            tokens[1] = tokens.get(1, 0.0) + output
-            seconds[1] = seconds.get(1, 0.0) + end - decoding
+        for one in usable:
+            tokens[1] = tokens.get(1, 0.0) + one.output_tokens - 1
+            seconds[1] = seconds.get(1, 0.0) + one.decode_seconds
     known = {level: tokens[level] / seconds[level] for level in tokens if seconds[level] >= _SECONDS}
     if not known and tokens:
         level = max(seconds, key=lambda one: seconds[one])
         known = {level: tokens[level] / seconds[level]}
     return _filled(known), set(known)
-
-
-def _undisturbed(spans: Sequence[tuple[str, float, float, float, int]]) -> list[dict[int, float]]:
-    """For each span, the seconds in which so many decoded on its backend and no prompt was computed."""
-    spent: list[dict[int, float]] = [{} for _ in spans]
-    for backend in {span[0] for span in spans}:
-        events: list[tuple[float, int, int]] = []
-        for index, (where, prefill, decoding, end, _) in enumerate(spans):
-            if where == backend:
-                # -1 - index: its prefill; index: its decoding. Ends come before beginnings.
-                events += [(prefill, 1, -1 - index), (decoding, 0, -1 - index)] * (decoding > prefill)
-                events += [(decoding, 1, index), (end, 0, index)]
-        at, going = 0.0, set[int]()
-        for now, begins, which in sorted(events):
-            if going and min(going) >= 0:
-                for one in going:
-                    spent[one][len(going)] = spent[one].get(len(going), 0.0) + now - at
-            at = now
-            if begins:
-                going.add(which)
-            else:
-                going.discard(which)
-    return [{level: time for level, time in one.items() if time > 0} for one in spent]
 
 
 def _filled(known: dict[int, float]) -> dict[int, float]:

@@ -11,9 +11,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from warmslot.router.curves import LEVEL_NAMES, DecodeLevels, DemandClock
+from warmslot.router.curves import LEVEL_NAMES, DemandClock, level_name
 from warmslot.router.records import BackendChange, Record
 from warmslot.router.values import Loss
+
+from .overlap import Span, prefill_seconds, undisturbed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -205,11 +207,15 @@ class Gatherer:
         self._slots: dict[str, int] = {}
         self._context: dict[str, int] = {}
         self._missing = self._guessed = 0
-        self._prefills: list[tuple[int, int, float]] = []
-        self._spans: list[tuple[str, str, float, float, float, int]] = []
+        self._prefills: list[tuple[Span, int, int]] = []
+        """When, and from where to where in the prompt."""
+        self._answers: list[tuple[Span, int]] = []
+        """When, and how many tokens."""
+        self._there: list[tuple[float, float]] = []
+        """From arrival to end."""
         self._waits: list[tuple[float, float | None, float]] = []
         self._avoidable: list[int] = []
-        self._seconds = [0.0, 0.0]
+        self._decode_seconds = 0.0
         self._points: list[tuple[float, int, int, dict[str, int]]] = []
 
     def add(self, entry: object) -> None:
@@ -230,10 +236,9 @@ class Gatherer:
         self._statuses[record.status] += 1
         self._decisions[record.decision] += 1
         self._guessed += record.guessed
-        self._seconds[0] += record.prefill_seconds
-        self._seconds[1] += record.decode_seconds
-        decoding = end - record.decode_seconds
-        self._spans.append((record.pool, record.backend, record.time, decoding, end, record.output_tokens))
+        self._decode_seconds += record.decode_seconds
+        self._there.append((record.time, end))
+        self._answers.append((Span.of(record), record.output_tokens))
         first = record.first_token
         if first is not None:
             first = min(first, record.ended - record.decode_seconds)
@@ -242,14 +247,21 @@ class Gatherer:
             self._missing += record.status == "ok"
             return
         if record.prefill_seconds > 0:
-            self._prefills.append((record.cached_tokens, record.prompt_tokens, record.prefill_seconds))
+            self._prefills.append((Span.of(record), record.cached_tokens, record.prompt_tokens))
         self._avoidable.append(record.cached_tokens)
         self._points.append((record.time, record.prompt_tokens, record.cached_tokens, record.losses))
 
     def summary(self) -> Summary:
         """The figures of all that was added."""
         empty = not self._total.requests
-        curve = PrefillCurve(self._prefills)
+        spans, tokens = (
+            [one for one, _, _ in self._prefills],
+            [end - start for _, start, end in self._prefills],
+        )
+        seconds = prefill_seconds(spans, tokens)
+        curve = PrefillCurve(
+            [(start, end, spent) for (_, start, end), spent in zip(self._prefills, seconds, strict=True)]
+        )
         return Summary(
             source=self._source,
             start=0.0 if empty else self._start,
@@ -265,8 +277,8 @@ class Gatherer:
             backends=self._groups["backend"],
             slots=self._slots,
             context=self._context,
-            prefill_seconds=self._seconds[0],
-            decode_seconds=self._seconds[1],
+            prefill_seconds=sum(seconds),
+            decode_seconds=self._decode_seconds,
             avoided_seconds=sum(curve.seconds(0, cached) for cached in self._avoidable),
             prefill=list(curve.blocks()),
             decode=list(self._decode_levels()),
@@ -278,32 +290,25 @@ class Gatherer:
         )
 
     def _decode_levels(self) -> Iterator[Level]:
-        tokens, seconds = [0.0] * len(LEVEL_NAMES), [0.0] * len(LEVEL_NAMES)
-        for backend in self._groups["backend"]:
-            events = []
-            for index, (_, where, _, begin, end, output) in enumerate(self._spans):
-                if where == backend and output and end > begin:
-                    events += [(begin, 1, index, 0), (end, 0, index, output)]
-            events.sort()
-            levels = DecodeLevels(events[0][0] if events else 0.0)
-            for now, begins, index, output in events:
-                if begins:
-                    levels.begin(str(index), now)
-                else:
-                    levels.end(str(index), output, now)
-            for level in range(1, len(LEVEL_NAMES)):
-                tokens[level] += levels.tokens[level]
-                seconds[level] += levels.seconds[level]
-        for level in range(1, len(LEVEL_NAMES)):
-            if tokens[level] > 0:
-                yield Level(LEVEL_NAMES[level], seconds[level], tokens[level])
+        """From the times in which no prompt was computed beside it, if there were any."""
+        spans = [span for span, _ in self._answers]
+        spent = undisturbed(spans)
+        if not any(spent):
+            spent = undisturbed([span._replace(prefill=span.decoding) for span in spans])
+        tokens = dict.fromkeys(LEVEL_NAMES, 0.0)
+        seconds = dict.fromkeys(LEVEL_NAMES, 0.0)
+        for (_, output), levels in zip(self._answers, spent, strict=True):
+            whole = sum(levels.values())
+            for level, time in levels.items() if output else ():
+                tokens[level_name(level)] += output * time / whole
+                seconds[level_name(level)] += time / level
+        for name in LEVEL_NAMES:
+            if tokens[name] > 0:
+                yield Level(name, seconds[name], tokens[name])
 
     def _demand_levels(self) -> Iterator[Level]:
         events = sorted(
-            event
-            for _, _, begin, _, end, _ in self._spans
-            for event in ((begin, 1), (end, -1))
-            if end > begin
+            event for begin, end in self._there for event in ((begin, 1), (end, -1)) if end > begin
         )
         clock = DemandClock(self._start if events else 0.0)
         for now, by in events:

@@ -117,6 +117,24 @@ def test_decode_rates_are_told_apart_by_how_many_decode_at_once() -> None:
     assert levels["2"].seconds == pytest.approx(10)
 
 
+def test_what_was_computed_together_is_not_counted_twice() -> None:
+    gatherer = Gatherer("x")
+    maker = Maker()
+    start = maker.now
+    # Both timings hold the work of both prompts, as an engine's do; both decode, and a third is computed.
+    maker.serve(Agent("a", words("a", 300)), 0, 0, 50, 4.0, 5.0, at=start)
+    maker.serve(Agent("b", words("b", 100)), 1, 0, 50, 4.0, 5.0, at=start)
+    maker.serve(Agent("c", words("c", 100)), 2, 0, 10, 2.5, 1.0, at=start + 6.5)
+    for entry in maker.entries:
+        gatherer.add(entry)
+    summary = gatherer.summary()
+    assert summary.prefill_seconds == pytest.approx(6.5)
+    assert summary.prefill[0].seconds == pytest.approx(6.5)
+    assert [level.level for level in summary.decode] == ["1", "2"]
+    assert summary.decode[1].seconds == pytest.approx(2.5)
+    assert summary.decode[1].rate == pytest.approx(100 / 2.5)
+
+
 def test_a_window_bounds_what_is_counted_and_not_what_is_known(tmp_path: Path) -> None:
     path = write(tmp_path / "four.jsonl", field_note.four_slots().entries)
     whole, _ = load(str(path))
