@@ -99,7 +99,6 @@ class _Active:
     arrived: float
     cached: int
     host: int
-    prefill: float
     copying: float
     granted: float
     in_flight: int
@@ -119,6 +118,8 @@ class Served:
     cached: int
     host: int
     """Of the cached tokens, what host memory added to what the slot held."""
+    prefill: float
+    """Seconds as the engine tells them: of the batches that its prompt was in, with all that was in them."""
     copying: float
     """Seconds of it that passed with copying to host memory and back."""
     in_flight: int
@@ -227,7 +228,7 @@ class _Run:
             host = max(0, cached - alone)
             arrived, at_once = self._queued.pop(name), len(self._running.work)
             self._active[name] = _Active(
-                *(int(name), job, slot, arrived, cached, host, seconds, copying, self._now, at_once)
+                *(int(name), job, slot, arrived, cached, host, copying, self._now, at_once)
             )
             self._out.prefill_seconds += seconds
 
@@ -257,11 +258,11 @@ class _Run:
 
     def _finish(self, name: str) -> None:
         active, out = self._active.pop(name), self._out
-        del self._running.work[name]
+        told = self._running.work.pop(name).computing - active.copying
         job = active.job
         self._engine.serve(active.slot, held(job))
         decode = self._now - active.first_token
-        outcome = _outcome(job, active.cached, active.prefill, decode, active.first_token - active.arrived)
+        outcome = _outcome(job, active.cached, told, decode, active.first_token - active.arrived)
         self._policy.finish(name, outcome, self._now)
         out.requests += 1
         if job.counted:
@@ -274,7 +275,9 @@ class _Run:
         out.longest_wait = max(out.longest_wait, active.granted - active.arrived)
         times = (active.arrived, active.granted, active.first_token, self._now)
         self.served.append(
-            Served(job, active.slot, *times, active.cached, active.host, active.copying, active.in_flight)
+            Served(
+                job, active.slot, *times, active.cached, active.host, told, active.copying, active.in_flight
+            )
         )
         self._ttft.append(active.first_token - active.arrived)
         self._whole += self._now - active.arrived

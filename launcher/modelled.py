@@ -115,14 +115,16 @@ class Work:
     """Output tokens."""
     setup: float = 0.0
     """Seconds before the engine sees it."""
+    computing: float = 0.0
+    """Seconds from the beginning of its first batch to the end of its last: what the engine tells."""
 
 
 @dataclass(slots=True)
 class _Step:
     """A batch that is being computed."""
 
+    seconds: float
     left: float
-    """Seconds."""
     prompts: list[tuple[Work, int]]
     """Whose prompts are in it, and how many tokens of each."""
     answers: list[Work]
@@ -185,7 +187,8 @@ class Running:
             seconds += work.prefill * tokens / work.tokens
             prompts.append((work, tokens))
             room -= tokens
-        self._step = _Step(max(seconds, 2 * EPSILON), prompts, answers)
+        seconds = max(seconds, 2 * EPSILON)
+        self._step = _Step(seconds, seconds, prompts, answers)
 
     def _passed(self, seconds: float) -> _Step | None:
         """The batch, if it is over."""
@@ -196,7 +199,10 @@ class Running:
         if step.left:
             return None
         self._step = None
+        for work in self.work.values():
+            work.computing += step.seconds if work.computing and work.tokens else 0.0
         for work, tokens in step.prompts:
+            work.computing = work.computing or step.seconds
             work.prefill *= 1 - tokens / work.tokens
             work.tokens -= tokens
         return step

@@ -90,7 +90,8 @@ class _Started:
     cached: int
     host: int
     """Of the cached tokens, those from host memory."""
-    prefill: float
+    moved: int
+    """Tokens that were copied to host memory or back."""
     first_token: float = -1.0
 
 
@@ -234,7 +235,7 @@ class _Replay:
             seconds = self._speed.prefill_seconds(cached, prompt_tokens)
             name = lease.request.id
             host = max(0, cached - alone)
-            self._started[name] = _Started(index, call, lease, arrived, cached, host, seconds)
+            self._started[name] = _Started(index, call, lease, arrived, cached, host, exchange.moved)
             self._running.work[name] = Work(
                 slot,
                 prefill=seconds + self._speed.copy_seconds(exchange.moved),
@@ -266,7 +267,7 @@ class _Replay:
 
     def _finish(self, name: str) -> None:
         started = self._started.pop(name)
-        del self._running.work[name]
+        work = self._running.work.pop(name)
         lease, call = started.lease, started.call
         self._engine.serve(lease.slot.slot, held(call))
         outcome = Outcome(
@@ -274,7 +275,7 @@ class _Replay:
             cached_tokens=started.cached,
             processed_tokens=call.prompt_tokens - started.cached,
             output_tokens=call.output_tokens,
-            prefill_seconds=started.prefill,
+            prefill_seconds=work.computing - self._speed.copy_seconds(started.moved),
             decode_seconds=self._now - started.first_token,
             ttft_seconds=started.first_token - started.arrived,
             generated=call.generated,

@@ -97,7 +97,7 @@ def journal(work: Load, rates: Speeds, setup: Setup, *, start: float = START) ->
             queued=one.granted - one.arrived,
             first_token=one.first_token - one.arrived,
             ended=one.ended - one.arrived,
-            prefill_seconds=one.first_token - one.granted - rates.overhead - one.copying,
+            prefill_seconds=one.prefill,
             decode_seconds=one.ended - one.first_token,
             in_flight=one.in_flight,
         )
