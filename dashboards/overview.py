@@ -116,7 +116,8 @@ REUSE = Row(
             " back by the engine from its cache in host memory (setting `cache_ram`). What comes from host"
             " memory costs a copy instead of a prefill (the live page says whether that pays): where it is"
             " much, more slots would spare the copies; where it stays at nothing although tokens are evicted,"
-            " that cache is off or too small.",
+            " that cache is off or too small. Of a backend given by `url` the router cannot tell them apart:"
+            " all of its reuse counts as slot.",
             "si:tok/s",
             (Query(total(rate("reused_tokens_total"), "source"), "{{source}}"),),
             colours={"slot": "green", "host_ram": "blue"},

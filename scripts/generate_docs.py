@@ -72,8 +72,8 @@ whatever else a client is called counts as `other`. No metric holds text of a pr
 alerts; `configs/grafana/` provisions data source and dashboards. For a router on the same host,
 `docker compose -f configs/grafana/compose.yaml up` brings up Prometheus and Grafana with all of it.
 
-Drawn with Grafana's own components (`dashboards/draw/draw.py`) from two minutes of a router in front of two
-made-up engines:
+Drawn with Grafana's own components from three minutes of `warmslot up` with two demo engines
+(`python dashboards/draw/demo.py docs/img --minutes 3`):
 
 ![Overview](img/overview.png)
 

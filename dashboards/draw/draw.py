@@ -3,8 +3,8 @@
     cd dashboards/draw && npm install && npm run build
     python dashboards/draw/draw.py overview http://127.0.0.1:9090 docs/img/overview.png --minutes 15
 
-Bar charts are drawn as bars of the same values and heat maps as lines, because those two panels are not part
-of the package ``@grafana/ui``.
+Bar charts are drawn as bars of the same values and heat maps as plain cells, because those two panels are not
+part of the package ``@grafana/ui``.
 """
 
 from __future__ import annotations

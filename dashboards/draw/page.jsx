@@ -88,6 +88,42 @@ function Bars({ panel, series, width, height, theme }) {
   });
 }
 
+// Buckets from below to above, time from left to right, the more requests the brighter: as Grafana's own panel.
+function Heat({ series, range, width, height, theme }) {
+  const rows = series
+    .map(({ name, points }) => ({ name, bound: name === "+Inf" ? Infinity : Number(name), points: new Map(points) }))
+    .sort((one, other) => one.bound - other.bound);
+  const times = [...rows[0].points.keys()];
+  const step = times.length > 1 ? times[1] - times[0] : 1;
+  const counts = rows.map(({ points }, index) =>
+    times.map((at) => Math.max(0, points.get(at) - (index ? rows[index - 1].points.get(at) : 0))),
+  );
+  const last = Math.max(0, counts.findLastIndex((row) => row.some((count) => count > 0)));
+  const most = Math.max(...counts.flat(), 1e-9);
+  const [left, bottom] = [60, 22];
+  const [from, to] = [range.from.valueOf() / 1000, range.to.valueOf() / 1000];
+  const x = (at) => left + ((at - from) / (to - from)) * (width - left);
+  const high = (height - bottom) / (last + 1);
+  const y = (index) => height - bottom - (index + 1) * high;
+  const text = { fill: theme.colors.text.primary, fontSize: 12 };
+  const ticks = [0.1, 0.3, 0.5, 0.7, 0.9].map((share) => from + share * (to - from));
+  return (
+    <svg width={width} height={height}>
+      {counts.slice(0, last + 1).flatMap((row, index) =>
+        row.map((count, place) => (
+          <rect key={`${index} ${place}`} x={x(times[place])} y={y(index) + 0.5} width={x(times[place] + step) - x(times[place])} height={high - 1} shapeRendering="crispEdges" fill={theme.visualization.getColorByName("blue")} fillOpacity={Math.sqrt(count / most)} />
+        )),
+      )}
+      {rows.slice(0, last + 1).map(({ name }, index) => (
+        <text key={name} x={left - 8} y={y(index) + high / 2 + 4} textAnchor="end" {...text}>{name === "+Inf" ? "more" : `≤ ${name} s`}</text>
+      ))}
+      {ticks.map((at) => (
+        <text key={at} x={x(at)} y={height - 4} textAnchor="middle" {...text}>{new Date(at * 1000).toISOString().slice(11, 19)}</text>
+      ))}
+    </svg>
+  );
+}
+
 function Panel({ panel, series, range, theme }) {
   const place = panel.gridPos;
   const width = (WIDTH / 24) * place.w - 8;
@@ -101,6 +137,7 @@ function Panel({ panel, series, range, theme }) {
           if (!series.length) return <p style={{ textAlign: "center" }}>No data</p>;
           if (panel.type === "stat") return <Stat {...common} />;
           if (panel.type === "barchart") return <Bars {...common} />;
+          if (panel.type === "heatmap") return <Heat {...common} range={range} />;
           return (
             <TimeSeries frames={frames(panel, series, theme)} timeRange={range} timeZone="utc" width={innerWidth} height={innerHeight} legend={{ displayMode: "list", placement: "bottom", showLegend: true, calcs: [] }} />
           );
