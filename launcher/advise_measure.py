@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.table import Table
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from .forecast import Forecast, Setup
     from .load import Load
     from .memory import Model
+
+
+_DRAFTS: Final = frozenset({"-md", "--model-draft"})
 
 
 class MeasureError(Exception):
@@ -85,9 +88,10 @@ def way(setup: Setup) -> str:
 
 
 def contenders(advice: Advice, count: int) -> list[Forecast]:
-    """The candidates to measure: the advised one, then the best of each other slot count."""
+    """The candidates to measure: the advised one, then the best of each other slot count, drafts alike."""
     best: dict[int, Forecast] = {}
-    for one in sorted(advice.candidates, key=lambda one: (one.makespan, one.mean_seconds)):
+    alike = [one for one in advice.candidates if one.setup.drafts is advice.best.setup.drafts]
+    for one in sorted(alike, key=lambda one: (one.makespan, one.mean_seconds)):
         best.setdefault(one.setup.slots, one)
     others = [one for slots, one in best.items() if slots != advice.best.setup.slots]
     return [advice.best, *others][:count]
@@ -104,6 +108,13 @@ async def measure(
 ) -> list[Measured]:
     """Serve the load on each candidate. Raises :class:`MeasureError`."""
     found = []
+    drafts = any(arg.startswith("--spec-") or arg in _DRAFTS for arg in args)
+    if drafts is not advice.best.setup.drafts:
+        raise MeasureError(
+            "the advised candidate drafts: give the flags of drafts, as --flags '--spec-type ngram-simple'"
+            if advice.best.setup.drafts
+            else "--flags turn drafts on, which the journal never saw: the advised candidate is without"
+        )
     load = advice.load.told()
     for one in candidates:
         setup = one.setup

@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 from warmslot.launcher import advise_show
 from warmslot.launcher.advise import AdviceError, advise, choose
-from warmslot.launcher.advise_measure import memory_of
+from warmslot.launcher.advise_measure import MeasureError, contenders, measure, memory_of
 from warmslot.launcher.cli import app
+from warmslot.launcher.engine import Engine, EngineKind
 from warmslot.launcher.forecast import Forecast, Setup, forecast
 from warmslot.launcher.load import load_of
 from warmslot.launcher.memory import Layer, Model
@@ -148,6 +149,23 @@ def test_measuring_needs_a_model(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["advise", str(path), "--measure", "2"])
     assert result.exit_code == 2
     assert "--model" in result.output
+
+
+@pytest.mark.parametrize(
+    ("drafted", "args", "why"),
+    [(0, ["--spec-type", "ngram-simple"], "never saw"), (40, ["-t", "2"], "give the flags of drafts")],
+)
+async def test_what_is_measured_drafts_as_what_was_foretold(
+    tmp_path: Path, drafted: int, args: list[str], why: str
+) -> None:
+    entries = [
+        replace(one, drafted_tokens=drafted) if isinstance(one, Record) else one
+        for one in agents.journal(agents.load(2, 8, turns=6), RATES, Setup(2, 8192, "slots"))
+    ]
+    found, _ = advise(write(tmp_path / "j.jsonl", entries), kv_tokens=None, progress=quiet)
+    engine = Engine(EngineKind.STOCK, ("/nonexistent",), "test", {})
+    with pytest.raises(MeasureError, match=why):
+        await measure(found, contenders(found, 1), engine=engine, model=tmp_path, args=args, progress=quiet)
 
 
 def test_rates_are_found_in_spite_of_overlap() -> None:
