@@ -88,12 +88,12 @@ def change(
 
 def reload_config(config: Config = None) -> None:
     """Apply a changed configuration file to the warmslot that runs it (as SIGHUP does)."""
-    from .operations import reload_lines
+    from .reloading import reload_lines
 
     came = _ask(_folder(config), "reload")
     for line in reload_lines(came):
         typer.echo(line)
-    if came["failed"]:
+    if came["failed"] or came["kept"]:
         raise typer.Exit(1)
 
 

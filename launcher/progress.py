@@ -17,8 +17,6 @@ from .command import key_header
 from .process import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from warmslot.router.dispatcher import Dispatcher
 
     from .supervisor import Supervisor
@@ -102,17 +100,3 @@ def diagnosis(pid: int | None) -> str:
             )
     except psutil.Error:
         return f"process {pid} is gone"
-
-
-def start_watches(
-    supervisor: Supervisor, dispatcher: Dispatcher, timeout_of: Callable[[str], float]
-) -> list[asyncio.Task[None]]:
-    """A task for each backend whose timeout is not 0."""
-    return [
-        asyncio.create_task(
-            ProgressWatch(status.name, supervisor, dispatcher, timeout_of(status.name)).run(),
-            name=f"progress {status.name}",
-        )
-        for status in supervisor.status()
-        if timeout_of(status.name)
-    ]

@@ -120,6 +120,11 @@ class BackendStatus:
     tail: list[str] = field(default_factory=list)
     """The engine's last lines, where it ended badly."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it serves."""
+        return self.state is State.READY
+
 
 class Wish(StrEnum):
     """What others want of a backend."""
@@ -156,11 +161,14 @@ class Runner:
         self.status = BackendStatus(launch.backend.name)
         self.settled = asyncio.Event()
         """Set while the backend is ready, failed or stopped for good."""
+        self.tried = asyncio.Event()
+        """Set as well while another try is waited for."""
         self.launch = launch
         """What runs from the next start on."""
         self._listener = listener
         self._watcher = watcher
-        self._manners = manners
+        self.manners = manners
+        """How it is treated from now on."""
         self._folder = folder
         self._gate = gate
         """Who holds it may load."""
@@ -265,7 +273,7 @@ class Runner:
         return self._restarts.crashed(time.monotonic(), end.ready_for)
 
     def _last_words(self, end: _End) -> str:
-        policy = self._manners.policy
+        policy = self.manners.policy
         if end.hopeless and not self._served:
             return end.reason
         return f"{end.reason}; given up after {policy.budget} restarts within {policy.window:g} s"
@@ -278,8 +286,12 @@ class Runner:
         stopped = status.state is State.STOPPED and self._is_to_stop()
         if stopped or event in {Event.HEALTHY, Event.GIVE_UP}:
             self.settled.set()
+            self.tried.set()
+        elif event is Event.BACK_OFF:
+            self.tried.set()
         elif event is Event.START:
             self.settled.clear()
+            self.tried.clear()
 
     async def _look_for_leftover(self) -> Adopted | None:
         """What an earlier launcher left of this backend: taken over if it serves as it should, else ended."""
@@ -289,7 +301,7 @@ class Runner:
         found = await asyncio.to_thread(self._folder.leftover, name)
         if found is None:
             return None
-        if self._manners.outlive and found.url and found.alive and self.status.state is State.ABSENT:
+        if self.manners.outlive and found.url and found.alive and self.status.state is State.ABSENT:
             with contextlib.suppress(ModelError, CommandError):
                 if self._command().fingerprint == found.fingerprint:
                     async with _client(self.launch.backend) as client:
@@ -347,7 +359,7 @@ class Runner:
 
     def _spawn(self, command: Command) -> Child:
         """Start the child; what is needed to find it again is on disk before and after."""
-        name, outlive = self.status.name, self._manners.outlive
+        name, outlive = self.status.name, self.manners.outlive
         if self._folder is None:
             return Child.spawn(command, self._on_line, outlive=outlive)
         mark = self._folder.announce(name, command.fingerprint)
@@ -426,7 +438,7 @@ class Runner:
             draining = asyncio.create_task(self._listener.backend_draining(name))
             stop = asyncio.create_task(self._stop_wished())
             try:
-                timeout = self._manners.drain_timeout
+                timeout = self.manners.drain_timeout
                 await asyncio.wait({draining, child.exited, stop}, timeout=timeout, return_when=_FIRST)
                 if not child.exited.done():
                     self._step(Event.STOP)
@@ -439,7 +451,7 @@ class Runner:
                 draining.result()
             if self.status.state is State.DRAINING:
                 return
-        await child.stop(self._manners.stop_timeout)
+        await child.stop(self.manners.stop_timeout)
         self._step(Event.EXITED)
 
     async def _stop_wished(self) -> None:

@@ -71,7 +71,7 @@ class Folder:
     def __init__(self, path: Path, backend: str, limit: int) -> None:
         self.path = path
         self._prefix = f"{backend}."
-        self._limit = limit
+        self.limit = limit
         self._whole: dict[str, Contents] = {}
         """What this process saved itself, with text and conversation, which no note holds."""
 
@@ -134,7 +134,7 @@ class Folder:
         size = room
         for saved in kept:
             size += saved.size
-            if size > self._limit:
+            if size > self.limit:
                 self.drop(saved.path)
 
     def drop(self, path: Path) -> None:

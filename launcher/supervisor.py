@@ -42,13 +42,15 @@ class Supervisor:
         folder: StateFolder | None = None,
         load_at_once: int | None = None,
     ) -> None:
-        manners = manners or Manners()
-        gate = None if load_at_once is None else asyncio.Semaphore(load_at_once)
-        self._runners = {
-            launch.backend.name: Runner(launch, listener, watcher, manners, folder=folder, gate=gate)
-            for launch in launches
-        }
+        self._manners = manners or Manners()
+        self._told = (listener, watcher)
+        self._folder = folder
+        self._gate = None if load_at_once is None else asyncio.Semaphore(load_at_once)
+        self._runners = {launch.backend.name: self._make(launch) for launch in launches}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ending = False
+        self.began = asyncio.Event()
+        """Set whenever a backend begins to run, and cleared by whoever waits for that."""
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -62,7 +64,41 @@ class Supervisor:
         for name in self._runners:
             self._run(name)
 
+    def __contains__(self, name: object) -> bool:
+        """Whether a backend of this name runs here, or has failed here."""
+        return name in self._runners
+
+    def add(self, launch: Launch) -> None:
+        """One backend more, whose name is new; it begins to start."""
+        name = launch.backend.name
+        runner = self._runners[name] = self._make(launch)
+        if self._ending:
+            runner.wish(Wish.STOP)
+        self._run(name)
+
+    async def remove(self, name: str) -> None:
+        """One backend less: stopped without a drain. Returns when no process of it is left; KeyError."""
+        self._runners[name].wish(Wish.STOP)
+        await asyncio.wait({self._tasks[name]})
+        self._raise_broken()
+        del self._runners[name], self._tasks[name]
+
+    def treat(self, manners: Manners) -> None:
+        """Treat all backends so from now on."""
+        self._manners = manners
+        for runner in self._runners.values():
+            runner.manners = manners
+
+    def ease(self, name: str, backend: Backend) -> None:
+        """Give a backend settings for which its engine need not be started anew. Raises KeyError."""
+        runner = self._runners[name]
+        runner.reshape(replace(runner.launch, backend=backend))
+
+    def _make(self, launch: Launch) -> Runner:
+        return Runner(launch, *self._told, self._manners, folder=self._folder, gate=self._gate)
+
     def _run(self, name: str) -> None:
+        self.began.set()
         self._tasks[name] = asyncio.create_task(self._runners[name].run(), name=f"backend {name}")
 
     async def restart(
@@ -97,15 +133,20 @@ class Supervisor:
         await self._settled(name)
 
     async def _settled(self, name: str) -> None:
-        settled = asyncio.ensure_future(self._runners[name].settled.wait())
+        await self._either(name, self._runners[name].settled)
+
+    async def _either(self, name: str, event: asyncio.Event) -> None:
+        """Wait for an event, or until nothing will set it."""
+        coming = asyncio.ensure_future(event.wait())
         try:
-            await asyncio.wait({settled, self._tasks[name]}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({coming, self._tasks[name]}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            settled.cancel()
+            coming.cancel()
         self._raise_broken()
 
     async def stop(self) -> None:
         """Stop all backends: asked first, killed after ``stop_timeout``. Returns when none is left."""
+        self._ending = True
         for runner in self._runners.values():
             runner.wish(Wish.STOP)
         try:
@@ -116,6 +157,7 @@ class Supervisor:
 
     async def kill(self) -> None:
         """End all backends at once, without asking. Returns when none is left."""
+        self._ending = True
         for task in self._tasks.values():
             task.cancel()
         if self._tasks:
@@ -135,9 +177,15 @@ class Supervisor:
 
     async def wait_settled(self) -> list[BackendStatus]:
         """Wait until every backend is ready, failed or stopped; returns their status."""
-        for name in self._runners:
-            await self._settled(name)
+        for name in list(self._runners):
+            if name in self._runners:  # removed while others were waited for
+                await self._settled(name)
         return self.status()
+
+    async def tried(self, name: str) -> BackendStatus:
+        """Wait until a backend is ready or a try to start it has ended otherwise. Raises KeyError."""
+        await self._either(name, self._runners[name].tried)
+        return self._runners[name].status
 
     def condemn(self, name: str, reason: str) -> None:
         """Kill a backend's engine and let it be started again, as after a crash. Raises KeyError."""
@@ -156,5 +204,5 @@ class Supervisor:
         return self._runners[name].launch.backend
 
     def status(self) -> list[BackendStatus]:
-        """What is known about each backend, in the order of the configuration."""
+        """What is known about each backend, in the order in which they came."""
         return [runner.status for runner in self._runners.values()]

@@ -21,20 +21,21 @@ import uvicorn
 from warmslot.router.app import create_router, server_config
 from warmslot.router.journal import JournalError
 
+from .attendants import Attendants
 from .control import Control, ControlError
 from .display import Display
 from .engine import EngineError, find_engine
 from .host_memory import MemoryWatch
 from .logfiles import LogFiles
 from .model import ModelError, find_model
-from .operations import Operations, reload_lines
+from .operations import Operations
 from .orphans import OwnedError, StateFolder
 from .process import State
-from .progress import start_watches
 from .prompt_file import WarmUpError
+from .reloading import Parts, Reloader, manners_for, reload_lines
 from .state import folder_of
-from .supervisor import Launch, Manners, Supervisor
-from .warm_up import WarmUp
+from .supervisor import Launch, Supervisor
+from .warm_up import WarmUp, learned_of, prompts_of
 from .warmth import Warmth
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from .logs import LogLine
     from .supervisor import BackendStatus
 
-_DAY = 86400.0
 _TAIL = 12
 """Lines of an engine's log that are shown when it cannot be started."""
 
@@ -194,18 +194,9 @@ class _Session:
         folder: StateFolder,
         display: Display,
     ) -> None:
-        self._config = config
         self._display = display
         self._listening = listening
-        self._warm_up = WarmUp(
-            {pool.name: pool.warm_up for pool in config.pools},
-            # Masked text is not what the engine evaluates, and with isolation prefixes are nobody else's.
-            {
-                pool.name: pool.warm_up_learned
-                for pool in config.pools
-                if not pool.masks and not config.endpoint.isolation
-            },
-        )
+        self._warm_up = WarmUp(prompts_of(config), learned_of(config))
         try:
             self._warm_up.check()
         except WarmUpError as error:
@@ -225,20 +216,22 @@ class _Session:
             launches,
             self._warmth,
             _Watchers(display, self._files),
-            # Every request ends within its own time limit, so that a restart cuts none off.
-            manners=Manners(
-                drain_timeout=config.limits.request_timeout or _DAY, outlive=config.state.outlive
-            ),
+            manners=manners_for(config),
             folder=folder,
             load_at_once=config.load_at_once,
         )
+        self._attendants = Attendants(self._supervisor, self._router.dispatcher, self._warmth)
+        self._reloader = Reloader(
+            config,
+            file,
+            Parts(self._router, self._supervisor, self._warmth, self._warm_up, self._attendants),
+        )
         self._operations = Operations(
-            config, file, self._supervisor, self._router.dispatcher, address=self._address()
+            file, self._supervisor, self._router.dispatcher, self._reloader, address=self._address()
         )
         self._control = Control(folder.path, self._operations.actions)
         self._reloading: set[asyncio.Task[None]] = set()
         self._launched = bool(launches)
-        self._remote = any(backend.url is not None for pool in config.pools for backend in pool.backends)
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
 
     async def run(self) -> int:
@@ -257,29 +250,18 @@ class _Session:
     async def _run(self) -> int:
         serving = asyncio.create_task(self._server.serve(sockets=[self._listening]), name="http")
         self._supervisor.start()
+        for status in self._supervisor.status():
+            self._attendants.attend(status.name)
         watching = [
-            *start_watches(
-                self._supervisor,
-                self._router.dispatcher,
-                lambda name: self._supervisor.backend(name).progress_timeout,
-            ),
-            *(
-                asyncio.create_task(
-                    self._warmth.keep_saved(backend.name, backend.slot_save_every),
-                    name=f"save {backend.name}",
-                )
-                for pool in self._config.pools
-                for backend in pool.backends
-                if backend.url is None and backend.slot_save_path is not None and backend.slot_save_every
-            ),
             asyncio.create_task(MemoryWatch().run(), name="memory"),
-            asyncio.create_task(self._warm_up.run(self._address(), self._key()), name="warm-up"),
+            asyncio.create_task(self._warm_up.run(self._address(), self._key), name="warm-up"),
         ]
         work = asyncio.create_task(self._work(), name="backends")
         asked = asyncio.create_task(self._signals.get(), name="signal")
         await asyncio.wait({serving, work, asked}, return_when=asyncio.FIRST_COMPLETED)
         for task in watching:
             task.cancel()
+        self._attendants.close()
         signalled = asked.done()
         if signalled:  # from here on it is meant that backends end
             work.cancel()
@@ -300,17 +282,21 @@ class _Session:
 
     async def _work(self) -> None:
         """Wait until backends serve, say so, and go on as long as one may serve."""
-        if not self._launched:
-            self._announce()
-            await asyncio.Event().wait()
         statuses = await self._supervisor.wait_settled()
-        if not self._remote and all(status.state is State.FAILED for status in statuses):
+        if not self._has_remote() and all(status.state is State.FAILED for status in statuses):
             raise StartError(_explain(statuses))
         self._announce()
-        await self._supervisor.wait()
-        if self._remote:
-            await asyncio.Event().wait()
-        raise StartError(_explain(self._supervisor.status()))
+        while True:
+            self._supervisor.began.clear()
+            await self._supervisor.wait()
+            await self._operations.unchanging()
+            if not self._supervisor.began.is_set():
+                if not self._has_remote():
+                    raise StartError(_explain(self._supervisor.status()))
+                await self._supervisor.began.wait()
+
+    def _has_remote(self) -> bool:
+        return any(one.url is not None for pool in self._reloader.config.pools for one in pool.backends)
 
     def _reload(self) -> None:
         task = asyncio.create_task(self._reloaded(), name="reload")
@@ -327,7 +313,8 @@ class _Session:
             self._display.say(line)
 
     async def _end(self, serving: asyncio.Task[None], *, drain: bool) -> None:
-        dispatcher, limit = self._router.dispatcher, self._config.limits.drain_timeout
+        dispatcher, limit = self._router.dispatcher, self._reloader.config.limits.drain_timeout
+        self._server.config.timeout_graceful_shutdown = max(1, round(limit))
         if drain:
             if running := len(dispatcher.held()):
                 self._display.say(
@@ -358,8 +345,8 @@ class _Session:
 
     def _key(self) -> str | None:
         """A key of our own router, for requests to ourselves."""
-        for key in self._config.keys:
-            if key.value is not None:
+        for key in self._reloader.config.keys:
+            if key.value is not None and key.use != "admin":
                 return key.value.get_secret_value()
         return None
 
@@ -370,8 +357,8 @@ class _Session:
         self._display.close()
         address = self._address()
         self._display.say(f"\nServing at {address}/v1 (Ctrl-C stops). Try it:\n")
-        self._display.say(curl_line(self._config, address) + "\n")
-        if self._config.ui:
+        self._display.say(curl_line(self._reloader.config, address) + "\n")
+        if self._reloader.config.ui:
             self._display.say(f"Live page: {address}/ui\n")
 
     def _address(self) -> str:

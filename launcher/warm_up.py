@@ -23,6 +23,7 @@ from .prompt_file import WarmUpError, read_prompt
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from warmslot.router.config import Config
     from warmslot.router.values import Lease, Outcome, Report
 
 log = logging.getLogger("warmslot.launcher")
@@ -42,12 +43,17 @@ class WarmUp:
     def __init__(
         self, prompts: Mapping[str, Sequence[str]], learned: Mapping[str, int] | None = None
     ) -> None:
-        self._learned = {pool: count for pool, count in (learned or {}).items() if count}
-        self._preambles = {pool: Preambles() for pool in self._learned}
-        self._prompts = {pool: tuple(map(Path, files)) for pool, files in prompts.items() if files}
+        self._preambles: dict[str, Preambles] = {}
+        self.configure(prompts, learned or {})
         self._demand = 0
         self._changed = asyncio.Event()
         self._wanted: asyncio.Queue[str] = asyncio.Queue()
+
+    def configure(self, prompts: Mapping[str, Sequence[str]], learned: Mapping[str, int]) -> None:
+        """Warm up by other settings from now on; what was learned is kept where it still counts."""
+        self._prompts = {pool: tuple(map(Path, files)) for pool, files in prompts.items() if files}
+        self._learned = {pool: count for pool, count in learned.items() if count}
+        self._preambles = {pool: self._preambles.get(pool, Preambles()) for pool in self._learned}
 
     def check(self) -> None:
         """Raise :class:`WarmUpError` for the first file that holds no prompt."""
@@ -60,16 +66,14 @@ class WarmUp:
         if pool in self._prompts or pool in self._learned:
             self._wanted.put_nowait(pool)
 
-    async def run(self, address: str, key: str | None) -> None:
-        """Prefill what is wanted, for ever. ``address`` and ``key`` are the router's own."""
-        headers = {"X-Warmslot-Priority": "batch"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        async with httpx.AsyncClient(
-            base_url=address, headers=headers, timeout=_TIMEOUT, trust_env=False
-        ) as client:
+    async def run(self, address: str, key: Callable[[], str | None] = lambda: None) -> None:
+        """Prefill what is wanted, for ever. ``address`` is the router's own, ``key`` one of its keys."""
+        async with httpx.AsyncClient(base_url=address, timeout=_TIMEOUT, trust_env=False) as client:
             while True:
                 pool = await self._wanted.get()
+                client.headers = {"X-Warmslot-Priority": "batch"}
+                if secret := key():
+                    client.headers["Authorization"] = f"Bearer {secret}"
                 for file in self._prompts.get(pool, ()):
                     await self._prefill(client, pool, str(file), functools.partial(read_prompt, file))
                 if pool in self._learned:
@@ -151,6 +155,21 @@ class WarmUp:
 
     def engine_selected(self, backend: str, by: str) -> None:
         """Nothing to do."""
+
+
+def prompts_of(config: Config) -> dict[str, tuple[str, ...]]:
+    """The files of each pool that are prefilled."""
+    return {pool.name: pool.warm_up for pool in config.pools}
+
+
+def learned_of(config: Config) -> dict[str, int]:
+    """How many prefixes each pool learns.
+
+    None where text is masked, which the engine evaluates all the same, or where prefixes are nobody else's.
+    """
+    if config.endpoint.isolation:
+        return {}
+    return {pool.name: pool.warm_up_learned for pool in config.pools if not pool.masks}
 
 
 async def _send(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> str:

@@ -241,6 +241,7 @@ class Warmth:
         folder = self._folders.get(name)
         if folder is None or folder.path != path:
             folder = self._folders[name] = Folder(path, name, backend.slot_save_size)
+        folder.limit = backend.slot_save_size
         return folder
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -17,7 +17,9 @@ from .backend import EngineClient
 from .connection import connection
 from .core import CoreSettings, RouterCore
 from .dispatcher import Dispatcher
+from .front import Front
 from .generation import Generation, Shop
+from .isolation import Tenants
 from .journal import Journal
 from .live import Live
 from .masks import Treatment
@@ -36,8 +38,9 @@ from .values import Route
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from .config import Config, Scheduling
-    from .dispatcher import Connect
+    from starlette.types import ASGIApp
+
+    from .config import Backend, Config, Scheduling
     from .observer import Observer
 
 GENERATING = {
@@ -56,14 +59,86 @@ STEERED = {"/v1/messages": Route.MESSAGES}
 """Generating routes whose requests the engine places itself, and how they land where they should."""
 
 
+START_ONLY = (
+    *("listen", "journal", "state", "ui", "load_at_once"),
+    "limits.header_timeout",  # of connections, which outlast a reload
+    "endpoint.isolation",  # what slots hold came in without it
+)
+"""Sections and settings of a configuration that are read at a start and never again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lasting:
+    """What requests of one application share with those of the next."""
+
+    quota: Quota = field(default_factory=Quota)
+    tenants: Tenants = field(default_factory=Tenants)
+
+
 @dataclass(frozen=True, slots=True)
 class Router:
     """One router: the application to serve, and what a launcher tells of its backends."""
 
-    app: Starlette
+    app: Front
     dispatcher: Dispatcher
     metrics: Metrics
+    connector: Connector
+    lasting: Lasting
     journal: Journal | None = None
+    live: Live | None = None
+
+    def reconfigure(self, config: Config) -> None:
+        """Serve by another configuration from now on; what only a start reads is not looked at.
+
+        Pools and backends that it has more are there when this returns: those that are launched are down
+        until they are reported, those that run elsewhere are watched. Those that it lacks stay until they are
+        removed (:meth:`remove_backend`, :meth:`remove_pool`).
+        """
+        dispatcher = self.dispatcher
+        self.connector.learn(config)
+        self.lasting.quota.renew(config.keys)
+        dispatcher.hold_for(config.limits.hold_timeout)
+        for pool in config.pools:
+            if pool.name in dispatcher.pools:
+                dispatcher.reschedule(pool.name, core_settings(pool.scheduling))
+            else:
+                dispatcher.add_pool(pool.name, core_settings(pool.scheduling))
+            for backend in pool.backends:
+                if dispatcher.backend(backend.name) is None:
+                    dispatcher.add_backend(backend.name, pool.name)
+                    self._tell(config)
+                    if backend.url is not None:
+                        dispatcher.watch_remote(backend.name, backend.url)
+        self._tell(config)
+        self.app.serving = create_app(
+            config, dispatcher, self.metrics, self.journal, self.live, lasting=self.lasting
+        )
+
+    async def remove_backend(self, name: str) -> None:
+        """Forget a backend; see :meth:`.dispatcher.Dispatcher.remove_backend`."""
+        await self.dispatcher.remove_backend(name)
+        self.connector.forget(name)
+        self._tell()
+
+    async def remove_pool(self, name: str) -> None:
+        """Forget a pool; see :meth:`.dispatcher.Dispatcher.remove_pool`."""
+        await self.dispatcher.remove_pool(name)
+        self._tell()
+
+    def _tell(self, config: Config | None = None) -> None:
+        """Have metrics, journal and live page know the pools and backends that there are now."""
+        pools = _names(self.dispatcher)
+        self.metrics.follow(pools)
+        if config is not None:
+            self.metrics.admit(key.name for key in config.keys)
+        if self.journal is not None:
+            self.journal.follow(pools)
+        if self.live is not None:
+            self.live.follow(pools)
+
+
+def _names(dispatcher: Dispatcher) -> dict[str, list[str]]:
+    return {pool: [backend.name for backend in backends] for pool, backends in dispatcher.pools.items()}
 
 
 def create_app(
@@ -72,6 +147,8 @@ def create_app(
     metrics: Metrics,
     journal: Journal | None = None,
     live: Live | None = None,
+    *,
+    lasting: Lasting | None = None,
 ) -> Starlette:
     """The application over a dispatcher that somebody else starts and stops.
 
@@ -79,6 +156,7 @@ def create_app(
     the end.
     """
     keys = {key.name: key.value.get_secret_value() for key in config.keys if key.value is not None}
+    lasting = lasting or Lasting(Quota(config.keys))
     shop = Shop(
         dispatcher,
         Pools(config, dispatcher),
@@ -88,7 +166,8 @@ def create_app(
         journal=journal,
         isolate=config.endpoint.isolation,
         honours_slot=config.endpoint.client_slots,
-        quota=Quota(config.keys),
+        quota=lasting.quota,
+        tenants=lasting.tenants,
         treatments={pool.name: Treatment(pool.masks, sort_tools=pool.sort_tools) for pool in config.pools},
     )
     routes = [
@@ -157,26 +236,40 @@ def create_router(
         metrics.watch(journal)
     live = Live(pools) if config.ui else None
     core = RouterCore({pool.name: core_settings(pool.scheduling) for pool in config.pools})
+    connector = Connector(config)
     dispatcher = Dispatcher(
         core,
         pools,
         observers=[metrics, *(one for one in (journal, live) if one is not None), *observers],
         timing=timing or Timing(hold=config.limits.hold_timeout),
-        connect=_connector(config),
+        connect=connector,
     )
-    return Router(create_app(config, dispatcher, metrics, journal, live), dispatcher, metrics, journal)
+    lasting = Lasting(Quota(config.keys))
+    app = Front(create_app(config, dispatcher, metrics, journal, live, lasting=lasting))
+    return Router(app, dispatcher, metrics, connector, lasting, journal, live)
 
 
-def _connector(config: Config) -> Connect:
-    """Clients of backends, with what each needs to be let in."""
-    backends = {backend.name: backend for pool in config.pools for backend in pool.backends}
+class Connector:
+    """Makes clients of backends, with what each needs to be let in."""
 
-    def connect(name: str, url: str) -> EngineClient:
-        backend = backends[name]
+    def __init__(self, config: Config) -> None:
+        self._backends: dict[str, Backend] = {}
+        self.learn(config)
+
+    def learn(self, config: Config) -> None:
+        """What is needed for backends that are new; for others it stays as it is until they are removed."""
+        new = {backend.name: backend for pool in config.pools for backend in pool.backends}
+        self._backends = new | self._backends
+
+    def forget(self, name: str) -> None:
+        """A backend was removed."""
+        self._backends.pop(name, None)
+
+    def __call__(self, name: str, url: str) -> EngineClient:
+        """A client of one backend; KeyError for an unknown one."""
+        backend = self._backends[name]
         key = None if backend.api_key is None else backend.api_key.get_secret_value()
         return EngineClient(name, url, api_key=key, ca=backend.tls_ca)
-
-    return connect
 
 
 def core_settings(scheduling: Scheduling) -> CoreSettings:
@@ -190,7 +283,7 @@ def core_settings(scheduling: Scheduling) -> CoreSettings:
     )
 
 
-def server_config(app: Starlette, config: Config) -> uvicorn.Config:
+def server_config(app: ASGIApp, config: Config) -> uvicorn.Config:
     """How uvicorn serves the application: no log line per request, no headers beside those of the engine."""
     return uvicorn.Config(
         app,

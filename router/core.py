@@ -72,6 +72,12 @@ class Core(Protocol):
     def reschedule(self, pool: str, settings: CoreSettings) -> None:
         """Order what waits, and all that comes, by another policy. Raises KeyError for an unknown pool."""
 
+    def add_pool(self, pool: str, settings: CoreSettings) -> None:
+        """A pool more, without backends."""
+
+    def remove_pool(self, pool: str) -> None:
+        """A pool less, of which no backend is up, nothing waits and no lease is out. Raises KeyError."""
+
     def contents(self, backend: str) -> list[Contents]:
         """What the idle slots of a backend are known to hold; nothing for one that is not up."""
 
@@ -180,6 +186,14 @@ class RouterCore:
     def reschedule(self, pool: str, settings: CoreSettings) -> None:
         """Put another policy in force; leases that are out stay."""
         self._pools[pool].settings = settings
+
+    def add_pool(self, pool: str, settings: CoreSettings) -> None:
+        """Begin a pool; one of that name must not be there."""
+        self._pools[pool] = Pool(pool, settings)
+
+    def remove_pool(self, pool: str) -> None:
+        """Forget a pool with all that was learned of its requests."""
+        del self._pools[pool]
 
     def contents(self, backend: str) -> list[Contents]:
         """What can be saved of a backend, to be believed again after its restart."""

@@ -72,10 +72,14 @@ class Dispatcher:
         self._observers = tuple(observers)
         self._timing = timing or Timing()
         self._clock = clock
-        self._backends = {name: Backend(name, pool) for pool, names in pools.items() for name in names}
-        self._pools = {pool: [self._backends[name] for name in names] for pool, names in pools.items()}
-        self._came_up = {pool: asyncio.Event() for pool in pools}
-        self._down_since = dict.fromkeys(pools, clock())
+        self._backends: dict[str, Backend] = {}
+        self._pools: dict[str, list[Backend]] = {}
+        self._came_up: dict[str, asyncio.Event] = {}
+        self._down_since: dict[str, float] = {}
+        for pool, names in pools.items():
+            self._begin_pool(pool)
+            for name in names:
+                self.add_backend(name, pool)
         self._waiting: dict[str, _Waiting] = {}
         self._held: dict[str, Held] = {}
         self._wake: asyncio.TimerHandle | None = None
@@ -83,6 +87,8 @@ class Dispatcher:
         self._stopping = False
         self._nothing_held = asyncio.Event()
         self._nothing_held.set()
+        self._fewer = asyncio.Event()
+        """Set whenever a request is over, and cleared by whoever waits for that."""
         self._closing: set[asyncio.Task[None]] = set()
 
     # -- for requests --------------------------------------------------------------------------------------
@@ -95,9 +101,10 @@ class Dispatcher:
         until = self._clock() + self._timing.hold
         while True:
             self._refuse_if_stopping()
-            for backend in self._pools[pool]:
+            for backend in self._pools.get(pool, ()):
                 if backend.usable and backend.client is not None:
                     return backend.client
+            self._refuse_if_removed(pool)
             try:
                 async with asyncio.timeout(until - self._clock()):
                     await self._came_up[pool].wait()
@@ -110,6 +117,7 @@ class Dispatcher:
         Raises :class:`~warmslot.router.core.QueueFullError`, :class:`NoBackendError`, :class:`StoppingError`.
         """
         self._refuse_if_stopping()
+        self._refuse_if_removed(request.pool)
         waiting = _Waiting(request, asyncio.get_running_loop().create_future(), self._clock())
         self._core.submit(request, waiting.since)
         self._waiting[request.id] = waiting
@@ -128,10 +136,10 @@ class Dispatcher:
 
     def client(self, lease: Lease) -> EngineClient:
         """The engine that serves a lease. Raises :class:`EngineUnreachable` where it is gone by now."""
-        backend = self._backends[lease.slot.backend]
-        if backend.client is None or backend.life is not self._held[lease.request.id].life:
-            raise EngineUnreachable(backend.name, sent=False)
-        return backend.client
+        client = self._backends[lease.slot.backend].client if self._is_there(lease) else None
+        if client is None:
+            raise EngineUnreachable(lease.slot.backend, sent=False)
+        return client
 
     def sending(self, request_id: str) -> None:
         """From now on the engine may know of the request, so only the engine can free its slot.
@@ -172,7 +180,7 @@ class Dispatcher:
         held = self._ours(request_id)
         if not held.sent:
             self._release(held, replace(outcome, untouched=True))
-        elif self._backends[held.lease.slot.backend].life is not held.life:
+        elif not self._is_there(held.lease):
             self._release(held, outcome)
         else:
             held.life.leave(held, outcome)
@@ -180,14 +188,14 @@ class Dispatcher:
     def unsent(self, request_id: str) -> None:
         """Not a byte reached the engine: the lease goes back unused, and the backend has to prove itself."""
         held = self._ours(request_id)
-        if self._backends[held.lease.slot.backend].life is held.life:
+        if self._is_there(held.lease):
             self.suspect(held.lease.slot.backend)
         self._release(held, Outcome(Status.ERROR, untouched=True))
 
     def suspect(self, name: str) -> None:
         """A backend refused or broke a connection: no leases on it until its ``/health`` answers."""
-        backend = self._backends[name]
-        if backend.usable and backend.client is not None:
+        backend = self._backends.get(name)
+        if backend is not None and backend.usable and backend.client is not None:
             self._core.backend_admit(name, admit=False)
             if backend.watch is None:
                 backend.watch = HealthWatch(
@@ -278,6 +286,47 @@ class Dispatcher:
         self._refresh_pool(backend.pool)
         self._pump()
 
+    def add_pool(self, pool: str, settings: CoreSettings) -> None:
+        """A pool more, without backends so far."""
+        self._core.add_pool(pool, settings)
+        self._begin_pool(pool)
+
+    def add_backend(self, name: str, pool: str) -> None:
+        """A backend more, that is down until it is reported as ready."""
+        backend = self._backends[name] = Backend(name, pool)
+        self._pools[pool].append(backend)
+
+    async def remove_backend(self, name: str) -> None:
+        """A backend less. What it serves should have ended (:meth:`backend_draining`): it is cut off else."""
+        backend = self._backends[name]
+        self._take_down(backend, "removed")
+        del self._backends[name]
+        self._pools[backend.pool].remove(backend)
+        self._refresh_pool(backend.pool)
+        if backend.watch is not None:
+            await backend.watch.aclose()
+
+    async def remove_pool(self, pool: str) -> None:
+        """A pool less, whose backends were removed: what waits is refused, what is cut off may end first."""
+        for waiting in [one for one in self._waiting.values() if one.request.pool == pool]:
+            self._fail(waiting, NoBackendError(pool, 0.0))
+        await self.unused(pool)
+        self._core.remove_pool(pool)
+        del self._pools[pool]
+        self._came_up.pop(pool).set()
+        self._down_since.pop(pool, None)
+
+    async def unused(self, pool: str) -> None:
+        """Wait until no request of a pool waits or runs."""
+        while self._core.queued(pool) or any(held.lease.request.pool == pool for held in self._held.values()):
+            self._fewer.clear()
+            await self._fewer.wait()
+
+    def hold_for(self, seconds: float) -> None:
+        """Another bound for what waits while its pool has no backend, from now on."""
+        self._timing = replace(self._timing, hold=seconds)
+        self._arm_expiry()
+
     def reschedule(self, pool: str, settings: CoreSettings) -> None:
         """Another policy for a pool, from now on, for what waits as well. Raises KeyError."""
         self._core.reschedule(pool, settings)
@@ -343,7 +392,7 @@ class Dispatcher:
         One at work without a lease is looked at again until it is idle.
         """
         self._core.observe(name, slots, self._clock())
-        life = self._backends[name].life
+        life = self._life(name)
         if life is not None and any(seen.processing for seen in slots):
             life.want()
         self._pump()
@@ -369,7 +418,7 @@ class Dispatcher:
         if isinstance(by, str):
             for observer in self._observers:
                 observer.engine_selected(name, by)
-        slot, life = getattr(event, "slot", None), self._backends[name].life
+        slot, life = getattr(event, "slot", None), self._life(name)
         if isinstance(slot, int) and hasattr(event, "truncated") and life is not None:
             life.released(slot)
 
@@ -432,6 +481,10 @@ class Dispatcher:
         if self._stopping:
             raise StoppingError
 
+    def _refuse_if_removed(self, pool: str) -> None:
+        if pool not in self._pools:
+            raise NoBackendError(pool, 0.0)
+
     # -- inside: leases ------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
@@ -466,6 +519,15 @@ class Dispatcher:
         self._nothing_held.clear()
         life.add(held)
 
+    def _life(self, name: str) -> SlotWatch | None:
+        """A backend's life; ``None`` while it is down, and once it was removed."""
+        backend = self._backends.get(name)
+        return None if backend is None else backend.life
+
+    def _is_there(self, lease: Lease) -> bool:
+        """Whether the engine that a lease was given on is still the one that serves there."""
+        return self._life(lease.slot.backend) is self._held[lease.request.id].life
+
     def _ours(self, request_id: str) -> Held:
         held = self._held[request_id]
         if held.left is not None:
@@ -477,7 +539,8 @@ class Dispatcher:
         del self._held[lease.request.id]
         held.life.remove(held)
         report = self._core.finish(lease.request.id, outcome, now)
-        self._judge(self._backends[lease.slot.backend])
+        if self._life(lease.slot.backend) is held.life:
+            self._judge(self._backends[lease.slot.backend])
         for observer in self._observers:
             observer.finished(lease, report, outcome, now)
         self._demand(lease.request, -1)
@@ -485,7 +548,7 @@ class Dispatcher:
             self._nothing_held.set()
         surprised = not report.truth_missing and report.predicted_tokens - report.cached_tokens > _SLACK
         doubtful = surprised or outcome.engine_error or not held.pinned
-        if doubtful and self._backends[lease.slot.backend].life is held.life:
+        if doubtful and self._life(lease.slot.backend) is held.life:
             held.life.want()
         return report
 
@@ -522,6 +585,8 @@ class Dispatcher:
         now = self._clock()
         for observer in self._observers:
             observer.demanded(request.pool, by, now)
+        if by < 0:
+            self._fewer.set()
 
     # -- inside: what the engine says of its slots ---------------------------------------------------------
 
@@ -585,6 +650,11 @@ class Dispatcher:
             task = asyncio.get_running_loop().create_task(client.aclose())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+
+    def _begin_pool(self, pool: str) -> None:
+        self._pools[pool] = []
+        self._came_up[pool] = asyncio.Event()
+        self._down_since[pool] = self._clock()
 
     def _refresh_pool(self, pool: str) -> None:
         if any(backend.usable for backend in self._pools[pool]) or self._stopping:

@@ -97,8 +97,9 @@ class Journal:
         self._stop = False
         self._changed = threading.Condition()
         self._outliner = Outliner()
-        names = {pool: list(backends) for pool, backends in (pools or {}).items()}
-        self._writer = Writer(config, lambda: Opening(self._wall(self._clock()), names))
+        self._pools: dict[str, list[str]] = {}
+        self.follow(pools or {})
+        self._writer = Writer(config, lambda: Opening(self._wall(self._clock()), self._pools))
         self._thread: threading.Thread | None = None
         self.dropped = 0
         """Requests that were not written: the queue was full, or the disk was."""
@@ -107,6 +108,10 @@ class Journal:
     def written(self) -> int:
         """Requests that were written."""
         return self._writer.written
+
+    def follow(self, pools: Mapping[str, Sequence[str]]) -> None:
+        """From now on there are these pools with these backends: the next file begins with that."""
+        self._pools = {pool: list(backends) for pool, backends in pools.items()}
 
     def open(self) -> None:
         """Open the file and start the thread. Raises :class:`JournalError`."""

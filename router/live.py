@@ -85,15 +85,24 @@ class Live:
         self._clock = clock
         self._offset = epoch() - clock()
         self._started = clock()
-        self._pools = {pool: list(names) for pool, names in pools.items()}
-        self._history = {name: History() for names in pools.values() for name in names}
-        self._hour = {name: History(60.0, HOUR, _HOUR_SUMS) for name in self._history}
+        self._pools: dict[str, list[str]] = {}
+        self._history: dict[str, History] = {}
+        self._hour: dict[str, History] = {}
         self._finished: deque[dict[str, Any]] = deque(maxlen=FINISHED)
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=1000)
         self._events: deque[dict[str, Any]] = deque(maxlen=FINISHED)
-        self._restarts = dict.fromkeys(self._history, 0)
+        self._restarts: dict[str, int] = {}
         self._was_down: set[str] = set()
         self._groups: dict[str, int] = {}
+        self.follow(pools)
+
+    def follow(self, pools: Mapping[str, Sequence[str]]) -> None:
+        """From now on there are these pools with these backends."""
+        self._pools = {pool: list(names) for pool, names in pools.items()}
+        for name in (name for names in pools.values() for name in names):
+            self._history.setdefault(name, History())
+            self._hour.setdefault(name, History(60.0, HOUR, _HOUR_SUMS))
+            self._restarts.setdefault(name, 0)
 
     # -- told by the dispatcher ----------------------------------------------------------------------------
 

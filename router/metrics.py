@@ -8,6 +8,7 @@ never came to.
 from __future__ import annotations
 
 import time
+from collections import Counter as Counted
 from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import (
@@ -89,24 +90,63 @@ class Metrics:
     ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self._pools = {pool: list(names) for pool, names in pools.items()}
-        self._pool_of = {name: pool for pool, names in pools.items() for name in names}
-        self._clients = {*clients, ANYONE}
+        self._pools: dict[str, list[str]] = {}
+        self._backends: set[str] = set()
+        self._clients = {ANYONE}
         start = time.monotonic() if now is None else now
-        self._curves = {name: PrefillCurve() for name in self._pool_of}
-        self._levels = {name: DecodeLevels(start) for name in self._pool_of}
-        self._demand = {pool: DemandClock(start) for pool in pools}
+        self._curves: dict[str, PrefillCurve] = {}
+        self._levels: dict[str, DecodeLevels] = {}
+        self._demand: dict[str, DemandClock] = {}
         self._exported: dict[tuple[object, ...], float] = {}
         self._busy_since: dict[SlotRef, float] = {}
         self._went_down: dict[str, str] = {}
         self._resident_seen: set[SlotRef] = set()
         self._journal: Journal | None = None
-        self._judged = dict.fromkeys(pools, 0)
-        self._reused: dict[str, dict[int, int]] = {pool: {} for pool in pools}
+        self._judged: dict[str, int] = {}
+        self._reused: dict[str, dict[int, int]] = {}
         self._families: list[Family] = []
         self._define()
         self._exposition = Exposition(self._families)
-        self._create_known(slots or {})
+        self.overflow.labels("client")
+        for status in Status:
+            self.requests.labels(NONE, NONE, Route.OTHER, status)
+        self.admit({*clients, ANYONE})
+        self.follow(pools, start)
+        for name, count in (slots or {}).items():
+            for slot in range(count):
+                self._create_slot(name, slot)
+
+    def admit(self, clients: Iterable[str]) -> None:
+        """Names that the ``client`` label may take as well."""
+        for client in sorted(clients):
+            self._clients.add(client)
+            for reuse in REUSE:
+                self.client_tokens.labels(client, reuse)
+
+    def follow(self, pools: Mapping[str, Sequence[str]], now: float | None = None) -> None:
+        """From now on there are these pools with these backends; what was counted of others stays.
+
+        Gauges of others vanish: they tell what is, and an alert on ``backend_up`` is not meant for them.
+        """
+        now = time.monotonic() if now is None else now
+        for pool in self._pools.keys() - pools.keys():
+            self.queued.remove(pool)
+        self._pools = {pool: list(names) for pool, names in pools.items()}
+        backends = {name: pool for pool, names in pools.items() for name in names}
+        for pool in pools.keys() - self._demand.keys():
+            self._demand[pool], self._judged[pool], self._reused[pool] = DemandClock(now), 0, {}
+            self._create_pool(pool)
+        for name in backends.keys() - self._backends:
+            self._curves.setdefault(name, PrefillCurve())
+            self._levels.setdefault(name, DecodeLevels(now))
+            self._create_backend(backends[name], name)
+        for name in self._backends - backends.keys():
+            self._went_down.pop(name, None)
+            for gauge in (self.inflight, self.up, self.slots, self.context, self.advised):
+                gauge.remove(name)
+            self.resident.remove_by_labels({"backend": name})
+            self._resident_seen = {ref for ref in self._resident_seen if ref.backend != name}
+        self._backends = set(backends)
 
     def watch(self, journal: Journal) -> None:
         """Count what the journal writes and drops."""
@@ -251,20 +291,6 @@ class Metrics:
         )
         for outcome in JOURNALED:
             self.journal.labels(outcome)
-
-    def _create_known(self, slots: Mapping[str, int]) -> None:
-        self.overflow.labels("client")
-        for status in Status:
-            self.requests.labels(NONE, NONE, Route.OTHER, status)
-        for client in sorted(self._clients):
-            for reuse in REUSE:
-                self.client_tokens.labels(client, reuse)
-        for pool, names in self._pools.items():
-            self._create_pool(pool)
-            for name in names:
-                self._create_backend(pool, name)
-                for slot in range(slots.get(name, 0)):
-                    self._create_slot(name, slot)
 
     def _create_pool(self, pool: str) -> None:
         self.queued.labels(pool)
@@ -414,13 +440,12 @@ class Metrics:
     def refresh(self, dispatcher: Dispatcher, now: float | None = None) -> None:
         """Bring gauges, and counters of time that runs on, up to date."""
         now = time.monotonic() if now is None else now
-        inflight = dict.fromkeys(self._pool_of, 0)
-        for held in dispatcher.held().values():
-            inflight[held.lease.slot.backend] += 1
-        for backend, count in inflight.items():
-            self.inflight.labels(backend).set(count)
-        for pool, clock in self._demand.items():
+        inflight = Counted(held.lease.slot.backend for held in dispatcher.held().values())
+        for backend in self._backends:
+            self.inflight.labels(backend).set(inflight[backend])
+        for pool in self._pools:
             self.queued.labels(pool).set(dispatcher.queued(pool))
+        for pool, clock in self._demand.items():
             clock.settle(now)
             self._catch_up(self.demand, (pool,), LEVEL_NAMES, clock.seconds)
         for backend, levels in self._levels.items():

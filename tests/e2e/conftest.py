@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from warmslot.launcher.engine import EngineKind
 
-from tests.support.up import WARMSLOT, Running
+from tests.support.up import PATIENCE, WARMSLOT, Running
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -43,6 +43,25 @@ async def up(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Running]]]
         if running.process.returncode is None:
             running.process.kill()
             await running.process.wait()
+
+
+@pytest.fixture
+def warmslot(tmp_path: Path) -> Callable[..., Awaitable[tuple[int, str, str]]]:
+    """Runs a command; exit code, output, errors."""
+
+    async def run(*words: str) -> tuple[int, str, str]:
+        process = await asyncio.create_subprocess_exec(
+            *(WARMSLOT, *words),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "COLUMNS": "200"},
+        )
+        async with asyncio.timeout(PATIENCE):
+            out, err = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, out.decode(), err.decode()
+
+    return run
 
 
 @pytest.fixture

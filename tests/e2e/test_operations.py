@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import signal
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,7 @@ import pytest
 from warmslot.launcher.engine import Engine, EngineKind
 
 from tests.conftest import installed
-from tests.support.up import PATIENCE, WARMSLOT
+from tests.support.up import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -42,25 +40,6 @@ pools:
       - {{name: one, model: {demo_model}, slots: 2, context: 1024, threads: 1}}
 """
     pytest.skip("no engine")
-
-
-@pytest.fixture
-def warmslot(tmp_path: Path) -> Callable[..., Awaitable[tuple[int, str, str]]]:
-    """Runs a command; exit code, output, errors."""
-
-    async def run(*words: str) -> tuple[int, str, str]:
-        process = await asyncio.create_subprocess_exec(
-            *(WARMSLOT, *words),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "COLUMNS": "200"},
-        )
-        async with asyncio.timeout(PATIENCE):
-            out, err = await process.communicate()
-        assert process.returncode is not None
-        return process.returncode, out.decode(), err.decode()
-
-    return run
 
 
 async def ends(running: Running) -> None:
@@ -133,7 +112,8 @@ async def test_a_changed_file_is_applied(
         assert out == (
             "one: runs with its new settings\n"
             "pool demo: schedules by its new settings\n"
-            "changed, but read only at a start: limits.max_body, ui, pools.demo.sort_tools\n"
+            "in force: limits.max_body, pools.demo.sort_tools\n"
+            "changed, but read only at a start: ui\n"
         )
     else:
         running.process.send_signal(signal.SIGHUP)

@@ -149,7 +149,7 @@ async def stack(
             httpx.AsyncClient(base_url=url, timeout=5 * PATIENCE, trust_env=False)
         )
         if warm_up is not None:
-            warming = asyncio.create_task(warm_up.run(url, None))
+            warming = asyncio.create_task(warm_up.run(url))
             ends.push_async_callback(asyncio.wait, {warming})
             ends.callback(warming.cancel)
         await recorder.until_state("one", "ready")

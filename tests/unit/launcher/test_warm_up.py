@@ -47,7 +47,7 @@ def test_files_without_a_prompt_are_named(tmp_path: Path, text: str, said: str) 
 async def test_a_prompt_is_prefilled_and_reused(prompt: Path) -> None:
     warm = WarmUp({"m": [str(prompt)]})
     async with FakeLlamaServer() as fake, serving([fake], observers=[warm]) as service:
-        running = asyncio.create_task(warm.run(service.url, None))
+        running = asyncio.create_task(warm.run(service.url))
         warm.cold("m")
         await service.watcher.until(lambda watcher: len(watcher.reports) == 1)
         running.cancel()
@@ -63,7 +63,7 @@ async def test_it_gives_way_to_a_request_and_is_done_later(prompt: Path) -> None
     warm = WarmUp({"m": [str(prompt)]})
     async with FakeLlamaServer() as fake, serving([fake], observers=[warm]) as service:
         fake.prefill.hold()
-        running = asyncio.create_task(warm.run(service.url, None))
+        running = asyncio.create_task(warm.run(service.url))
         warm.cold("m")
         await fake.prefill.arrived()
         asking = asyncio.create_task(service.chat("Something else"))
@@ -83,7 +83,7 @@ async def test_what_conversations_share_is_learned_and_prefilled_after_a_restart
     warm = WarmUp({}, {"m": 1})
     shared = "You are one of many agents with the same rules.\n" * 12
     async with FakeLlamaServer() as fake, serving([fake], observers=[warm]) as service:
-        running = asyncio.create_task(warm.run(service.url, None))
+        running = asyncio.create_task(warm.run(service.url))
         for name in ("one", "two"):
             body = {"prompt": f"{shared}Agent {name} starts. " + name * 60, "n_predict": 1}
             assert (await service.http.post("/completion", json=body)).status_code == 200

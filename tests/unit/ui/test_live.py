@@ -262,7 +262,7 @@ async def test_viewers_are_bounded(service: Service) -> None:
     async with snapshots(service) as stream:
         await anext(stream)
         route = next(
-            route for route in service.router.app.routes if getattr(route, "path", "") == "/ui/events"
+            route for route in service.router.app.serving.routes if getattr(route, "path", "") == "/ui/events"
         )
         route.endpoint._feed._viewers += MOST_VIEWERS - 1  # type: ignore[attr-defined]
         assert (await service.http.get("/ui/events")).status_code == 503
