@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 from typing import TYPE_CHECKING
@@ -120,6 +121,35 @@ async def test_a_changed_file_is_applied(
         await running.until("one: runs with its new settings")
     shown = json.loads((await warmslot("status", "--json"))[1])["backends"][0]
     assert (shown["slots"], shown["state"]) == (1, "ready")
+    await ends(running)
+
+
+async def test_backends_are_exchanged_under_load_and_no_request_is_lost(
+    up: StartUp, quick: str, warmslot: Command, tmp_path: Path
+) -> None:
+    running = await up(quick)
+    before, answers, over = running.children, [], asyncio.Event()
+    seen = {"one": asyncio.Event(), "two": asyncio.Event()}
+
+    async def client(http: httpx.AsyncClient, number: int) -> None:
+        body = {"messages": [{"role": "user", "content": f"Story {number}"}], "max_tokens": 8}
+        while not over.is_set():
+            answer = await http.post("/v1/chat/completions", json=body)
+            answers.append(answer.status_code)
+            if answer.is_success:
+                seen[answer.headers["X-Warmslot-Backend"]].set()
+
+    async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE, trust_env=False) as http:
+        clients = [asyncio.create_task(client(http, number)) for number in range(4)]
+        await seen["one"].wait()
+        (tmp_path / "up.yaml").write_text(quick.replace("name: one", "name: two"))
+        came = await warmslot("reload")
+        await seen["two"].wait()
+        over.set()
+        await asyncio.gather(*clients)
+    assert came == (0, "two: added\none: removed\n", "")
+    assert set(answers) == {200}
+    assert psutil.wait_procs(before, timeout=0)[1] == []
     await ends(running)
 
 
