@@ -318,7 +318,9 @@ class Dispatcher:
 
     async def unused(self, pool: str) -> None:
         """Wait until no request of a pool waits or runs."""
-        while self._core.queued(pool) or any(held.lease.request.pool == pool for held in self._held.values()):
+        while any(one.request.pool == pool for one in self._waiting.values()) or any(
+            held.lease.request.pool == pool for held in self._held.values()
+        ):
             self._fewer.clear()
             await self._fewer.wait()
 

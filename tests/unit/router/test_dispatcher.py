@@ -414,3 +414,75 @@ def test_no_order_of_events_loses_doubles_or_frees_early(steps: list[tuple[str, 
         await plot.end()
 
     asyncio.run(play())
+
+
+async def test_a_backend_that_is_removed_cuts_off_its_leases_and_another_of_its_name_knows_nothing_of_them(
+    world: World,
+) -> None:
+    dispatcher = world.dispatcher
+    for name in "abc":
+        lease = await world.acquire(name)
+    waiting = world.acquire("d")
+    dispatcher.sending("b")
+    dispatcher.abandon("b", OK)
+    await dispatcher.remove_backend("b")
+    assert dispatcher.backend("b") is None
+    assert dispatcher.held().keys() == {"a", "c"}
+    with pytest.raises(EngineUnreachable):
+        dispatcher.client(lease)
+    dispatcher.add_backend("b", "m")
+    await world.up()
+    await waiting
+    for name in "ac":
+        dispatcher.finish(name, Outcome(Status.ERROR, engine_error=True))
+    assert dispatcher.held().keys() == {"d"}
+    assert dispatcher.finish("d", OK).status is Status.OK
+    await dispatcher.aclose()
+
+
+async def test_a_pool_that_is_removed_refuses_what_waits_and_lets_end_what_runs(world: World) -> None:
+    dispatcher = world.dispatcher
+    for name in "abc":
+        await world.acquire(name)
+    waiting, unused = world.acquire("d"), asyncio.create_task(dispatcher.unused("m"))
+    await turns()
+    await dispatcher.remove_backend("b")
+    removing = asyncio.create_task(dispatcher.remove_pool("m"))
+    with pytest.raises(NoBackendError):
+        await waiting
+    for name in "abc":
+        await turns()
+        assert not removing.done()
+        assert not unused.done()
+        dispatcher.finish(name, OK)
+    await removing
+    await unused
+    assert dispatcher.pools == {}
+    with pytest.raises(NoBackendError):
+        await world.acquire("e")
+    with pytest.raises(NoBackendError):
+        await dispatcher.engine("m")
+    dispatcher.add_pool("m", CoreSettings())
+    dispatcher.add_backend("b", "m")
+    await world.up()
+    assert (await world.acquire("f")).slot.backend == "b"
+    await dispatcher.aclose()
+
+
+async def test_who_waits_for_a_pool_hears_that_it_is_removed(world: World) -> None:
+    await world.dispatcher.backend_down("b", "a crash")
+    asking = asyncio.create_task(world.dispatcher.engine("m"))
+    await turns()
+    await world.dispatcher.remove_backend("b")
+    await world.dispatcher.remove_pool("m")
+    with pytest.raises(NoBackendError):
+        await asking
+
+
+async def test_another_bound_for_what_is_held_counts_at_once(world: World) -> None:
+    await world.dispatcher.backend_down("b", "a crash")
+    waiting = world.acquire("a")
+    await turns()
+    world.dispatcher.hold_for(0)
+    with pytest.raises(NoBackendError):
+        await waiting
