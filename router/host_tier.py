@@ -158,6 +158,9 @@ class HostTier:
         """Keys that were added, with their chains, or removed, one for each of the last epochs."""
         self.epoch = 0
         """Counts the changes."""
+        self._stacked: dict[int, tuple[float, int]] = {}
+        """By entry: size and tokens of it and all newer ones together, as of an epoch."""
+        self._stacked_at = -1
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -208,10 +211,15 @@ class HostTier:
         return tokens > 0 and self._size_of(tokens) <= self._limit and tokens <= self._most_tokens
 
     def foresee(self, matches: Iterable[Match], held: Held, prompt_tokens: int) -> Swap:
-        """What :meth:`exchange` would move for a prompt with these ``matches`` on a slot, room permitting."""
+        """What :meth:`exchange` would move for a prompt with these ``matches`` on a slot.
+
+        Saving comes first, and may push out just what would have been loaded.
+        """
         if not searches(held, prompt_tokens):
             return NO_SWAP
         saves = self.keeps(held.tokens)
+        if saves:
+            matches = [match for match in matches if self._outlasts(match.key, held.tokens)]
         found = pick(matches, held)
         moved = (held.tokens if saves else 0) + (found.tokens if found is not None else 0)
         return Swap(saves, found.kept if found is not None else 0, moved)
@@ -299,6 +307,17 @@ class HostTier:
             and self._tokens + tokens <= self._most_tokens
             and len(self._entries) < _MOST_ENTRIES
         )
+
+    def _outlasts(self, key: int, tokens: int) -> bool:
+        """Whether an entry is still there once a context of this length was saved: the oldest go first."""
+        if self._stacked_at != self.epoch:
+            self._stacked_at, self._stacked = self.epoch, {}
+            size, held = 0.0, 0
+            for entry in reversed(self._entries.values()):
+                size, held = size + entry.size, held + entry.tokens
+                self._stacked[entry.key] = size, held
+        size, held = self._stacked.get(key, (math.inf, 0))
+        return size + self._size_of(tokens) <= self._limit and held + tokens <= self._most_tokens
 
     def _in_order(self, keys: Iterable[int]) -> list[int]:
         return sorted(keys, key=lambda key: self._entries[key].serial)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from warmslot.router.host_tier import HostTier, length_of
+from warmslot.router.host_tier import NO_SWAP, Held, HostTier, length_of
 from warmslot.router.residency import Context
 from warmslot.router.values import BLOCK, HostMemory, Prompt
 
@@ -168,7 +168,13 @@ def test_it_is_the_rules_word_for_word(kept: bool, history: list[tuple[int, str,
     slots = ["", "", ""]
     for slot, new, answer in history:
         before = context(slots[slot], kept=kept) if slots[slot] else None
-        exchange = cache.exchange(before, Prompt.of(text(new)) if kept else hashed(new), len(new))
+        asked = Prompt.of(text(new)) if kept else hashed(new)
+        held_there = Held(common(slots[slot], new), len(slots[slot]))
+        foreseen = cache.foresee(cache.matches(asked), held_there, len(new)) if before else NO_SWAP
+        exchange = cache.exchange(before, asked, len(new))
+        if foreseen.kept:
+            assert exchange.loaded is not None, "what saving pushes out first is not foreseen"
+            assert exchange.kept >= foreseen.kept
         saved, loaded = plain.exchange(slots[slot], new)
         assert (exchange.saved is not None) == saved
         found = exchange.loaded
