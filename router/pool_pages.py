@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from .backend import CONTROL_TIMEOUT, EngineBroke, EngineUnreachable
 from .backends import NoBackendError
 from .client import Client
 from .generation import ATTEMPTS, Passage, without_length
+from .isolation import empty
 from .passthrough import target
 from .slots_page import backend_named
 from .values import Loss, Route, Status
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from .client import Headers
     from .errors import RequestError
     from .generation import Shop
+
+log = logging.getLogger("warmslot.router")
 
 _Failure = EngineUnreachable | EngineBroke | NoBackendError
 
@@ -166,15 +170,26 @@ class Adapters(_PoolPage):
                     raise
                 else:
                     perhaps = answer.fine
-                    return answer
                 finally:
                     if perhaps:
                         dispatcher.outdated(backend.name, Loss.RESTARTED)
+                if perhaps:
+                    await self._clear(backend, engine, client)
+                return answer
         except (EngineUnreachable, EngineBroke) as error:
             dispatcher.suspect(backend.name)
             return error
         except NoBackendError as error:
             return error
+
+    async def _clear(self, backend: Backend, engine: EngineClient, client: Client) -> None:
+        """Leave nothing in the slots that an engine might go on with: it was computed with other adapters."""
+        keys = [pair for pair in self._shop.outgoing(client) if pair[0] in {b"authorization", b"x-api-key"}]
+        headers = [*keys, (b"content-type", b"application/json")]
+        try:
+            await empty(self._shop.dispatcher, engine, headers, range(backend.slots))
+        except errors.RequestError:
+            log.warning("backend %s: slots that other adapters filled could not be cleared", backend.name)
 
 
 def _partly(pool: str, told: dict[str, _Answer | _Failure]) -> RequestError:
