@@ -114,6 +114,24 @@ async def test_two_conversations_and_a_stranger_on_two_slots(two_slots: RunningE
         assert before - cached <= 2, "the stranger took the other slot"
 
 
+async def test_a_clock_near_the_top_takes_no_slot_of_another_conversation(two_slots: RunningEngine) -> None:
+    async with routed(two_slots, 2) as service:
+        kept, ticking = Conversation(service, "rivers"), Conversation(service, "a very long matter, " * 8)
+        await kept.turn("Begin.")
+        rest, slots = ticking.messages[0]["content"], set()
+        for minute in range(5):
+            ticking.messages[0]["content"] = f"It is 2026-05-01 10:{minute:02d}:00 UTC. {rest}"
+            predicted, cached = await ticking.turn(f"Say {minute}.")
+            assert abs(predicted - cached) <= 16
+            assert cached < 40, "what follows the clock is computed"
+            slots.add(ticking.slot)
+        assert slots == {ticking.slot}
+        before = kept.resident
+        _, cached = await kept.turn("And now?")
+        assert before - cached <= 2
+        assert kept.slot != ticking.slot
+
+
 async def test_predictions_hold_over_a_mixed_run(four_slots: RunningEngine) -> None:
     chance = random.Random(7)  # noqa: S311 - reproducible, not secret
     async with routed(four_slots, SLOTS) as service:
