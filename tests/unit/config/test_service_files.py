@@ -35,6 +35,19 @@ def test_the_unit_gives_a_stop_the_time_that_it_needs() -> None:
     assert "\nExecReload=/bin/kill -HUP $MAINPID\n" in unit
 
 
+def test_the_service_is_a_user_that_the_instructions_make_and_let_read_the_configuration() -> None:
+    unit = (CONFIGS / "systemd/warmslot.service").read_text(encoding="utf-8")
+    told = (CONFIGS.parent / "docs/operations.md").read_text(encoding="utf-8")
+    user = re.search(r"^User=(\w+)$", unit, re.MULTILINE)
+    served = re.search(r"^ExecStart=(\S+)/bin/warmslot up (\S+)", unit, re.MULTILINE)
+    assert user
+    assert served
+    folder, file = served.groups()
+    assert re.search(rf"^useradd --system --user-group .* {user[1]}$", told, re.MULTILINE)
+    assert f"install -D -m 640 -g {user[1]} my.yaml {file}\n" in told
+    assert f"python3 -m venv {folder} && {folder}/bin/pip install .\n" in told
+
+
 def test_the_compose_file_is_one() -> None:
     file = CONFIGS / "docker/compose.yaml"
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
