@@ -16,6 +16,7 @@ from .auth import KeyCheck
 from .backend import EngineClient
 from .connection import connection
 from .core import CoreSettings, RouterCore
+from .cors import Cors
 from .dispatcher import Dispatcher
 from .front import Front
 from .generation import Generation, Shop
@@ -200,11 +201,10 @@ def create_app(
             if journal is not None:
                 await asyncio.to_thread(journal.close)
 
-    return Starlette(
-        routes=routes,
-        lifespan=lifespan,
-        middleware=[Middleware(KeyCheck, keys=keys, uses={key.name: key.use for key in config.keys})],
-    )
+    inward = [Middleware(KeyCheck, keys=keys, uses={key.name: key.use for key in config.keys})]
+    if config.endpoint.cors_origins:
+        inward.insert(0, Middleware(Cors, origins=config.endpoint.cors_origins))
+    return Starlette(routes=routes, lifespan=lifespan, middleware=inward)
 
 
 def _live_page(dispatcher: Dispatcher, live: Live | None) -> list[Path]:

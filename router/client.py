@@ -25,11 +25,19 @@ _DISCARDING = 5.0
 _ANTHROPIC = "/v1/messages"
 """Paths on which errors have Anthropic's shape."""
 
+_CORS = b"access-control-"
+"""Headers by which a server allows web pages to read an answer: the router's to say, not an engine's."""
+
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class ClientGoneError(Exception):
     """Nobody is there any more to answer to."""
+
+
+def request_id(given: bytes) -> bytes:
+    """The id of a request: the one that its client gave, if it is fit for a header, else a new one."""
+    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
 class Client:
@@ -46,8 +54,7 @@ class Client:
         """The answer is complete."""
         self.streams = False
         """What has been started is an event stream, so an error can still be told in it."""
-        given = self.headers.get(b"x-request-id", b"")
-        self.request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        self.request_id = request_id(self.headers.get(b"x-request-id", b""))
 
     def header(self, name: bytes) -> str | None:
         """A request header by its lower-case name."""
@@ -117,10 +124,14 @@ class Client:
     async def start(
         self, status: int, headers: Iterable[tuple[bytes, bytes]], *, streams: bool = False
     ) -> None:
-        """Send status and headers, the request id among them."""
+        """Send status and headers, the request id among them, those of CORS not."""
         self.started, self.streams = True, streams
         own = [(b"x-request-id", self.request_id)]
-        others = [(name, value) for name, value in headers if name.lower() != b"x-request-id"]
+        others = [
+            (name, value)
+            for name, value in headers
+            if (low := name.lower()) != b"x-request-id" and not low.startswith(_CORS)
+        ]
         await self._send({"type": "http.response.start", "status": status, "headers": own + others})
 
     async def write(self, data: bytes) -> None:

@@ -31,6 +31,7 @@ POOL_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:/-]{0,126}$"
 URL_PATTERN = r"^https?://[^\s/?#@]+/?$"
 DURATION_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(ms|s|m|h)$"
 CPUS_PATTERN = r"^[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*$"
+ORIGIN_PATTERN = r"^(\*|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+)$"
 SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(B|kB|MB|GB|KiB|MiB|GiB)$"
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -316,6 +317,9 @@ class Endpoint(Section):
     isolation: bool = False
     """Clients with different keys share no prefixes, so that nobody learns by timing what others ask. No
     backend may have a `cache_ram` then: the engine would reuse from it whatever matches."""
+    cors_origins: tuple[Annotated[str, Field(pattern=ORIGIN_PATTERN)], ...] = ()
+    """Origins of web pages whose scripts may read answers in a browser (`https://chat.example.org`, without
+    a path), or `*` for those of every page. Left empty: of none."""
 
 
 class Journal(Section):

@@ -16,6 +16,8 @@ _TIMES = re.compile(rb'"(created|created_at|completed_at|[a-z_]*_ms|[a-z_]*_per_
 _SLOT = re.compile(rb'"id_slot":[0-9]+')
 _COUNTS = re.compile(rb'"(cache_n|prompt_n|cached_tokens)":[0-9]+')
 _ADDED = ("x-warmslot-", "x-request-id")
+_DROPPED = ("access-control-",)
+"""Which web pages may read an answer is the router's to say."""
 _CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "date"}
 
 SYSTEM = {"role": "system", "content": "You are brief."}
@@ -206,7 +208,7 @@ async def ask(http: httpx.AsyncClient, url: str, request: tuple[str, str, Any]) 
     kept = [
         (name, value)
         for name, value in answer.headers.multi_items()
-        if not name.startswith(_ADDED) and name not in _CONNECTION
+        if not name.startswith((*_ADDED, *_DROPPED)) and name not in _CONNECTION
     ]
     data = _SLOT.sub(b'"id_slot":0', _TIMES.sub(rb'"\1":0', _IDS.sub(rb"\1", answer.content)))
     if isinstance(body, dict) and ("n" in body or isinstance(body.get("prompt"), list)):
