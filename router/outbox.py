@@ -19,7 +19,11 @@ STALL = 30.0
 """Seconds that a full outbox may stay full, or a finished answer unread; then the client counts as gone."""
 
 _PING = b":\n\n"
-_EVENT_STREAM = (b"content-type", b"text/event-stream")
+_EVENT_STREAM = (
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # as the engine's: a proxy would keep the comments to itself
+)
 
 
 class ClientStalledError(Exception):
@@ -135,7 +139,7 @@ class Outbox:
             data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
             self._pieces.clear()
             if not client.started:
-                await client.start(200, [_EVENT_STREAM, (b"cache-control", b"no-cache")], streams=True)
+                await client.start(200, _EVENT_STREAM, streams=True)
             await client.write(data)
             self._size -= len(data)
             self._room.set()

@@ -29,7 +29,11 @@ MOST_VIEWERS = 100
 
 _PING = b":\n\n"
 _QUIET_TICKS = 15
-_STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+_STREAM = [
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class Feed:

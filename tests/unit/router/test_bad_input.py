@@ -187,6 +187,7 @@ async def test_a_silent_stream_gets_comments_and_then_its_answer() -> None:
         status, headers = await client.head()
         assert status == 200
         assert headers["content-type"] == "text/event-stream"
+        assert headers["x-accel-buffering"] == "no"
         await client.read_until(b":\n\n")
         fake.token.release()
         await client.read_until(b"data: [DONE]\n\n")

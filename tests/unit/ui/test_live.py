@@ -44,6 +44,7 @@ async def snapshots(service: Service, **headers: str) -> AsyncIterator[AsyncIter
     async with service.http.stream("GET", "/ui/events", headers=headers) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"] == "text/event-stream"
+        assert answer.headers["x-accel-buffering"] == "no"
         async with aclosing(decoded(answer)) as stream:
             yield stream
 
