@@ -25,8 +25,8 @@ _MEANING: Final[dict[Loss, str]] = {
         "live conversations) mend this; the prompts are not at fault"
     ),
     Loss.BUSY: (
-        "they were in a slot that was in use at that moment: a second slot for the shared beginning, or "
-        "waiting for the first, mends this; the prompts are not at fault"
+        "they were in a slot that was at work, or kept for its own conversation: computed once in a second "
+        "slot they are there as well; the prompts are not at fault"
     ),
     Loss.DIVERGED: (
         "the conversation's own earlier part had changed: no number of slots mends this, the client does; "
@@ -42,7 +42,7 @@ _MEANING: Final[dict[Loss, str]] = {
 SHORT: Final[dict[str, str]] = {
     "new": "never sent before",
     "evicted": "overwritten; more slots mend it",
-    "busy": "in a slot that was in use; more slots mend it",
+    "busy": "in a slot at work, or kept for its conversation",
     "diverged": "the conversation's past changed; the client mends it",
     "restarted": "lost with a restart",
     "engine": "held, but not reused by the engine",

@@ -54,7 +54,15 @@ class Client:
         """The answer is complete."""
         self.streams = False
         """What has been started is an event stream, so an error can still be told in it."""
-        self.request_id = request_id(self.headers.get(b"x-request-id", b""))
+        given = self.headers.get(b"x-request-id", b"")
+        self.request_id = request_id(given)
+        self._own_id = self.request_id != given
+
+    def lease_id(self) -> str:
+        """An id for a lease of this request: its ``X-Request-Id``, and more where that may come again."""
+        first, self._own_id = self._own_id, False
+        name = self.request_id.decode("ascii")
+        return name if first else f"{name}-{uuid.uuid4().hex[:12]}"
 
     def header(self, name: bytes) -> str | None:
         """A request header by its lower-case name."""

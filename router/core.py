@@ -120,7 +120,7 @@ class Core(Protocol):
     def queued(self, pool: str) -> int:
         """Requests waiting for a lease."""
 
-    def position(self, request_id: str) -> tuple[int, float] | None:
+    def position(self, request_id: str, now: float) -> tuple[int, float] | None:
         """Place in the queue (0 = next) and an estimate of the wait in seconds; ``None`` if not queued."""
 
     def slots(self) -> list[SlotView]:
@@ -368,7 +368,7 @@ class RouterCore:
         """Requests of a pool that wait for a lease."""
         return len(self._pools[pool].waiting)
 
-    def position(self, request_id: str) -> tuple[int, float] | None:
+    def position(self, request_id: str, now: float) -> tuple[int, float] | None:
         """Place in the queue and the time that those before it and those running will take, roughly."""
         for pool in self._pools.values():
             if request_id not in pool.waiting:
@@ -376,8 +376,8 @@ class RouterCore:
             pool.refresh()
             order = sorted(pool.waiting.values(), key=_fifo if pool.settings.queue == "fifo" else _rank)
             place = next(i for i, w in enumerate(order) if w.request.id == request_id)
-            room = sum(pool.limit(backend) for backend in pool.backends.values())
-            return place, sum(w.seconds for w in order[:place]) / max(1, room)
+            room = max(1, sum(pool.limit(backend) for backend in pool.backends.values()))
+            return place, (pool.seconds_left(now) + sum(w.seconds for w in order[:place])) / room
         return None
 
     def slots(self) -> list[SlotView]:

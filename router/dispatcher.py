@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from .backend import EngineBroke, EngineClient, EngineUnreachable
 from .backends import Backend, NoBackendError, StoppingError
 from .health import HealthWatch
+from .observer import Audience
 from .settling import Held, SlotWatch, Timing
 from .values import Outcome, Status
 
@@ -69,7 +70,7 @@ class Dispatcher:
     ) -> None:
         self._core = core
         self._connect = connect
-        self._observers = tuple(observers)
+        self._observers = Audience(observers)
         self._timing = timing or Timing()
         self._clock = clock
         self._backends: dict[str, Backend] = {}
@@ -164,8 +165,7 @@ class Dispatcher:
         held.started = held.decoding = True
         now = self._clock()
         self._core.first_token(request_id, now)
-        for observer in self._observers:
-            observer.decoding(held.lease, now)
+        self._observers.decoding(held.lease, now)
         self._pump()
 
     def finish(self, request_id: str, outcome: Outcome) -> Report:
@@ -279,8 +279,7 @@ class Dispatcher:
         self._core.backend_up(name, backend.pool, slots, context, self._clock(), known_empty=fresh, host=host)
         for contents in restored:
             self._core.believe(name, contents, self._clock())
-        for observer in self._observers:
-            observer.backend_changed(name, up=True, slots=slots, context=context, reason="")
+        self._observers.backend_changed(name, up=True, slots=slots, context=context, reason="")
         if not fresh:
             backend.life.want()
         self._refresh_pool(backend.pool)
@@ -409,7 +408,7 @@ class Dispatcher:
 
     def position(self, request_id: str) -> tuple[int, float] | None:
         """Place in the queue (0 = next) and about how many seconds are before it; ``None`` if not queued."""
-        return self._core.position(request_id)
+        return self._core.position(request_id, self._clock())
 
     def log_event(self, name: str, event: object) -> None:
         """A line of a launched engine's log, understood: selections are counted, releases hasten a look.
@@ -418,8 +417,7 @@ class Dispatcher:
         """
         by = getattr(event, "by", None)
         if isinstance(by, str):
-            for observer in self._observers:
-                observer.engine_selected(name, by)
+            self._observers.engine_selected(name, by)
         slot, life = getattr(event, "slot", None), self._life(name)
         if isinstance(slot, int) and hasattr(event, "truncated") and life is not None:
             life.released(slot)
@@ -503,8 +501,7 @@ class Dispatcher:
                     unused = True
                     continue
                 waiting.lease.set_result(lease)
-                for observer in self._observers:
-                    observer.granted(lease, time.perf_counter() - began)
+                self._observers.granted(lease, time.perf_counter() - began)
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
@@ -543,8 +540,7 @@ class Dispatcher:
         report = self._core.finish(lease.request.id, outcome, now)
         if self._life(lease.slot.backend) is held.life:
             self._judge(self._backends[lease.slot.backend])
-        for observer in self._observers:
-            observer.finished(lease, report, outcome, now)
+        self._observers.finished(lease, report, outcome, now)
         self._demand(lease.request, -1)
         if not self._held:
             self._nothing_held.set()
@@ -585,8 +581,7 @@ class Dispatcher:
 
     def _demand(self, request: Request, by: int) -> None:
         now = self._clock()
-        for observer in self._observers:
-            observer.demanded(request.pool, by, now)
+        self._observers.demanded(request.pool, by, now)
         if by < 0:
             self._fewer.set()
 
@@ -633,8 +628,7 @@ class Dispatcher:
         for held in [held for held in life.held.values() if held.left is not None]:
             self._take_back(held, held.outcome)
         self._retire(backend)
-        for observer in self._observers:
-            observer.backend_changed(backend.name, up=False, slots=0, context=0, reason=reason)
+        self._observers.backend_changed(backend.name, up=False, slots=0, context=0, reason=reason)
         self._refresh_pool(backend.pool)
         self._pump()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -196,7 +195,7 @@ class Generation:
 
         def request(rendered: Prompt) -> Request:
             return Request(
-                id=uuid.uuid4().hex,
+                id=client.lease_id(),
                 prompt=rendered,
                 pool=passage.pool,
                 route=self._route,

@@ -24,6 +24,8 @@ def split(
     """
     losses: dict[Loss, int] = {}
     at, end = cached, cached + processed
+    if predicted and predicted >= end - 1:  # all that can be: the last is always computed
+        predicted = end
     for reach, reason in (
         (predicted, Loss.ENGINE),
         (resident, Loss.BUSY),

@@ -7,7 +7,6 @@ meets it in the same slot. What uses none needs no lease.
 from __future__ import annotations
 
 import contextlib
-import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
@@ -119,7 +118,7 @@ class Passthrough:
         dispatcher = self._shop.dispatcher
         lease = await dispatcher.acquire(
             Request(
-                id=uuid.uuid4().hex,
+                id=work.client.lease_id(),
                 prompt=Prompt.of(b""),
                 pool=work.passage.pool,
                 route=work.passage.route,

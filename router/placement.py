@@ -143,7 +143,7 @@ def loss_seconds(slot: SlotFacts, match_tokens: int, ask: Ask, *, saved: bool = 
 def price(offer: Offer, ask: Ask) -> Candidate:
     """What serving a request on one slot costs, in seconds."""
     slot, match, idle, swap, copying = offer
-    reused = max(match, min(swap.kept, ask.prompt_tokens - 1))
+    reused = max(match, min(swap.kept, max(0, ask.prompt_tokens - 1)))
     return Candidate(
         slot=slot.ref,
         idle=idle,

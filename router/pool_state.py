@@ -407,6 +407,20 @@ class Pool:
         since = active.decoding_since
         return seconds if since is None else max(seconds / 4, seconds - (now - since))
 
+    def prefill_left(self, active: Active, now: float) -> float:
+        """Seconds that a running request is expected to go on computing its prompt."""
+        if active.decoding_since is not None:
+            return 0.0
+        return max(0.0, active.lease.granted + active.prefill_seconds - now)
+
+    def seconds_left(self, now: float) -> float:
+        """Seconds of work that all running requests have before them."""
+        return sum(
+            self.prefill_left(active, now) + self.decode_left(active, now)
+            for backend in self.backends.values()
+            for active in backend.active.values()
+        )
+
     # What is carried over a restart
 
     def contents(self, backend: Backend) -> list[Contents]:
@@ -653,15 +667,10 @@ class _View:
         active = backend.active.get(request_id)
         if active is None:
             return 0.0
-        return self._prefill_left(active) + self._pool.decode_left(active, self._now)
+        return self._pool.prefill_left(active, self._now) + self._pool.decode_left(active, self._now)
 
     def _held_up(self, backend: Backend) -> float:
         """The engine computes one prompt after the other, and decoding is slower for each that shares it."""
-        prefill = sum(self._prefill_left(active) for active in backend.active.values())
+        prefill = sum(self._pool.prefill_left(active, self._now) for active in backend.active.values())
         output, rates = self._pool.mean_output, backend.rates
         return prefill + rates.decode_seconds(output, len(backend.active) + 1) - rates.decode_seconds(output)
-
-    def _prefill_left(self, active: Active) -> float:
-        if active.decoding_since is not None:
-            return 0.0
-        return max(0.0, active.lease.granted + active.prefill_seconds - self._now)

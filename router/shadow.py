@@ -107,7 +107,7 @@ class _Store:
 
 def _reusable(context: Context, served: Served, blocks: int) -> int:
     shared = context.refine(served.prompt, blocks)
-    tokens = min(context.tokens_at(shared), served.prompt_tokens - 1)
+    tokens = min(context.tokens_at(shared), max(0, served.prompt_tokens - 1))
     return int(tokens * served.reach) if shared < context.length else tokens
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from warmslot.router.core import CoreSettings, QueueFullError, RouterCore
+from warmslot.router.rates import Rates
 from warmslot.router.values import (
     Decision,
     Lease,
@@ -105,10 +106,43 @@ def test_queue_limit_and_position() -> None:
     with pytest.raises(QueueFullError) as full:
         ask(core, "3", b"z" * 400)
     assert full.value.limit == 2
-    place = core.position("2")
+    place = core.position("2", 0.0)
     assert place is not None
     assert place[0] == 1
-    assert core.position("3") is None
+    assert core.position("3", 0.0) is None
+
+
+def test_the_wait_counts_what_runs_too() -> None:
+    core = make()
+    ask(core, "1", b"x" * 4000)
+    (lease,) = core.grant(0.0)
+    ask(core, "2", b"y" * 400)
+    found = core.position("2", 0.0)
+    assert found is not None
+    assert found[0] == 0
+    assert found[1] >= Rates().prefill_seconds(0, lease.prompt_tokens)
+    later = core.position("2", 1.0)
+    assert later is not None
+    assert 0 < later[1] < found[1]
+
+
+def test_a_prompt_that_is_sent_again_loses_its_last_token_to_the_engine() -> None:
+    core = make()
+    serve(core, "1", SYSTEM, 0)
+    _, report = serve(core, "2", SYSTEM, 1)
+    assert report.losses == {Loss.ENGINE: 1}
+
+
+def test_an_empty_prompt_is_served_like_any_other() -> None:
+    core = make(slots=2)
+    for number, text in enumerate((b"", SYSTEM, b""), 1):
+        core.submit(Request(id=str(number), prompt=Prompt.of(text), pool="p", arrived=0.0), 0.0)
+        (lease,) = core.grant(0.0)
+        outcome = Outcome(Status.OK, 0, len(text) // 4, output_tokens=2, generated=b"so it goes")
+        report = core.finish(str(number), outcome, 1.0)
+        assert all(tokens >= 0 for tokens in report.shadow.values())
+        assert sum(report.losses.values()) == report.processed_tokens
+        assert lease.predicted_tokens >= 0
 
 
 def test_withdrawn_is_never_granted() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -210,3 +210,38 @@ async def test_two_backends_share_the_work() -> None:
         two.token.release()
         answers = await asyncio.gather(*tasks)
         assert {answer.headers["x-warmslot-backend"] for answer in answers} == {"b0", "b1"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", ["", [""]])
+async def test_an_empty_prompt_gets_the_engines_answer(service: Service, text: Any, stream: bool) -> None:
+    body = {"prompt": text, "max_tokens": 2, "stream": stream}
+    answer = await service.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert "internal error" not in answer.text
+    assert service.router.dispatcher.held() == {}
+    assert (await service.chat("mark-n next")).status_code == 200
+
+
+async def test_what_watches_may_fail_and_nothing_else_does(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+    async with FakeLlamaServer() as fake, serving([fake], observers=[cast("Any", Failing())]) as service:
+        for number in range(3):
+            assert (await service.chat(f"mark-{number} hello")).status_code == 200
+        assert service.router.dispatcher.held() == {}
+        assert service.watcher.level == {"m": 0}
+    assert "Failing failed" in caplog.text
+
+
+@pytest.mark.parametrize("given", [None, "my-id-1"])
+async def test_the_id_on_the_answer_is_the_one_in_the_records(service: Service, given: str | None) -> None:
+    headers = {} if given is None else {"X-Request-Id": given}
+    for number in range(2):
+        answer = await service.http.post("/v1/chat/completions", json=chat(f"a {number}"), headers=headers)
+        shown = answer.headers["x-request-id"]
+        assert service.watcher.reports[-1].request.id.startswith(shown)
+        assert given is None or shown == given
+    assert len({report.request.id for report in service.watcher.reports}) == 2
