@@ -9,6 +9,7 @@ import orjson
 
 from . import errors
 from .backend import EngineBroke, EngineError, EngineUnreachable
+from .backends import StoppingError
 from .client import Client
 
 if TYPE_CHECKING:
@@ -49,10 +50,12 @@ class Models(Page):
 
 
 class Healthy(Page):
-    """``GET /health``: 200 while any backend is up, in the engine's own words."""
+    """``GET /health``: 200 while any backend is up, in the engine's own words; 503 while the router stops."""
 
     async def content(self, scope: Scope) -> tuple[int, bytes, tuple[bytes, bytes]]:  # noqa: ARG002
         """Whether requests can be served."""
+        if self._shop.dispatcher.stopping:
+            raise errors.unavailable(str(StoppingError()))
         if any(backend.up for backends in self._shop.dispatcher.pools.values() for backend in backends):
             return 200, b'{"status":"ok"}', errors.JSON
         raise errors.unavailable("no backend is up")

@@ -163,6 +163,24 @@ async def test_a_backend_that_still_loads_is_not_up() -> None:
         await service.watcher.until(lambda w: w.changes == [("b0", True)])
 
 
+async def all_are_sent_away(service: Service) -> None:
+    """Whatever is asked of a router that stops, and by a load balancer: not now, and when to come back."""
+    http, body = service.http, chat("hi", max_tokens=2)
+    for answer in (
+        await http.get("/health"),
+        await http.get("/v1/health"),
+        await http.post("/v1/chat/completions", json=body),
+        await http.post("/v1/messages", json=body),
+        await http.post("/v1/embeddings", json={"input": "hi"}),
+        await http.post("/tokenize", json={"content": "hi"}),
+        await http.get("/props"),
+        await http.post("/lora-adapters", json=[]),
+    ):
+        assert answer.status_code == 503
+        assert "stopping" in answer.json()["error"]["message"]
+        assert int(answer.headers["retry-after"]) >= 1
+
+
 async def test_draining_sends_the_queue_away_and_waits_for_what_runs() -> None:
     async with FakeLlamaServer(slots=1) as fake, serving([fake]) as service:
         fake.token.hold()
@@ -172,7 +190,7 @@ async def test_draining_sends_the_queue_away_and_waits_for_what_runs() -> None:
         await service.watcher.until(lambda w: w.level.get("m") == 2)
         drained = asyncio.create_task(service.router.dispatcher.drain())
         assert (await queued).status_code == 503
-        assert (await service.chat("mark-c hi")).status_code == 503
+        await all_are_sent_away(service)
         assert not drained.done()
         fake.token.release()
         assert (await running).status_code == 200
