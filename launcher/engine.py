@@ -179,8 +179,10 @@ def _options(command: tuple[str, ...], _identity: tuple[int, int] | None) -> Map
     options = parse_help(run.stdout)
     missing = [name for name in ("--model", "--ctx-size", "--port") if name not in options]
     if missing:
-        said = (run.stderr.strip() or run.stdout.strip() or f"exit code {run.returncode}").splitlines()[-1]
-        raise EngineError(f"{command[0]} is no llama-server: its --help names no {missing[0]} ({said[:200]})")
+        # Only of one that failed is it worth hearing; what else another program has to say is no reason.
+        said = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
+        why = f" ({said[:200]})" if run.returncode else ""
+        raise EngineError(f"{command[0]} is no llama-server: its --help names no {missing[0]}{why}")
     return options
 
 

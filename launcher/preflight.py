@@ -1,13 +1,14 @@
 """Looks, before a start, whether what a configuration names is there: models, engines, folders, files, CPUs.
 
-Nothing is made or changed by it. What only a start can show (a port, memory, whether the engine loads the
-model) is left to that.
+Nothing stays changed by it: whether a folder can be written to is tried, by a folder in it that is removed at
+once. What only a start can show (a port, memory, whether the engine loads the model) is left to that.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +18,7 @@ from .model import ModelError, find_model
 from .prompt_file import WarmUpError, read_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from warmslot.router.config import Backend, Config
 
@@ -79,7 +80,18 @@ def _of_backend(config: Config, backend: Backend, place: Place) -> Iterator[Lack
     if backend.cpus is not None and hasattr(os, "sched_getaffinity"):
         here = os.sched_getaffinity(0)
         if absent := sorted(parse_cpus(backend.cpus) - here):
-            yield Lack((*place, "cpus"), f"there is no CPU {', '.join(map(str, absent))} for us here")
+            yield Lack((*place, "cpus"), f"there is no CPU {_ranges(absent)} for us here")
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """``0, 2-5`` for ascending 0, 2, 3, 4, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def _wrong_arguments(engine: Engine, backend: Backend, model: Path | None, place: Place) -> Iterator[Lack]:
@@ -98,8 +110,11 @@ def _unwritable_file(place: Place, path: Path) -> Iterator[Lack]:
         yield Lack(place, f"there is no folder {path.parent}")
     elif path.is_dir():
         yield Lack(place, f"{path} is a folder, a file is needed")
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        yield Lack(place, f"{path} cannot be written")
+    elif path.exists():
+        if not os.access(path, os.W_OK):
+            yield Lack(place, f"{path} cannot be written")
+    elif reason := _refusal(path.parent):
+        yield Lack(place, f"{path} cannot be written: {path.parent}: {reason}")
 
 
 def _unwritable_folder(place: Place, path: Path) -> Iterator[Lack]:
@@ -108,5 +123,14 @@ def _unwritable_folder(place: Place, path: Path) -> Iterator[Lack]:
     what = "" if nearest == path else f"{path} cannot be made: "
     if not nearest.is_dir():
         yield Lack(place, f"{what}{nearest} is no folder")
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        yield Lack(place, f"{what}{nearest} cannot be written")
+    elif reason := _refusal(nearest):
+        yield Lack(place, f"{what}{nearest} cannot be written ({reason})")
+
+
+def _refusal(folder: Path) -> str | None:
+    """Why nothing can be made in a folder. Only trying tells: modes are nothing to root, nor to a mount."""
+    try:
+        Path(tempfile.mkdtemp(prefix=".warmslot-", dir=folder)).rmdir()
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return None

@@ -93,6 +93,9 @@ def dotted(path: Steps) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
 
 
+_INTEGER = "tag:yaml.org,2002:int"
+_NUMBERS = frozenset({_INTEGER, "tag:yaml.org,2002:float"})
+_OCTAL = re.compile(r"^[-+]?0[0-9_]+$")
 _MOST_SETTINGS = 20_000
 """A file of a few lines can stand for billions of settings, by aliases of aliases."""
 
@@ -103,11 +106,15 @@ class _Document:
     def __init__(self, text: str, file: str) -> None:
         self.file = file
         self._lines: dict[Steps, int] = {(): 1}
+        self._surprising: list[tuple[yaml.ScalarNode, Steps]] = []
+        """Numbers that YAML 1.1 reads otherwise than people do: 010 as 8, 1:30 as 90."""
         loader = yaml.SafeLoader(text)
         try:
             node = loader.get_single_node()
             if node is not None:
                 self._locate(node, (), frozenset())
+            if self._surprising:
+                raise ConfigError([self._surprise(*one, loader) for one in self._surprising])
             self.data = None if node is None else loader.construct_document(node)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
@@ -176,6 +183,23 @@ class _Document:
             for index, item in enumerate(node.value):
                 self._lines[(*path, index)] = item.start_mark.line + 1
                 self._locate(item, (*path, index), above)
+        elif (
+            isinstance(node, yaml.ScalarNode)
+            and node.tag in _NUMBERS
+            and (":" in node.value or _OCTAL.match(node.value))
+        ):
+            self._surprising.append((node, path))
+
+    def _surprise(self, node: yaml.ScalarNode, path: Steps, loader: yaml.SafeLoader) -> str:
+        integer = node.tag == _INTEGER
+        reads = loader.construct_yaml_int(node) if integer else loader.construct_yaml_float(node)
+        base = "in sixties" if ":" in node.value else "as an octal number"
+        setting = _place(path)[1]
+        words = f"{allowed(setting)}, " if setting else ""
+        found = f"found {node.value}, which YAML reads {base}, as {reads:g}"
+        return self._at_mark(
+            node, path, f"{found}, allowed: {words}numbers in decimal digits, texts in quotes"
+        )
 
     def _at_mark(self, node: yaml.Node, path: Steps, message: str) -> str:
         place = dotted(path)
@@ -245,8 +269,8 @@ def _complete(config: Config, document: _Document, folder: Path, env: Mapping[st
             secret = _secret(key.value, key.env, key.file, folder, env)
             keys.append(key.model_copy(update={"value": secret}))
         except ConfigError as error:
-            source = "env" if key.env is not None else "file" if key.file is not None else "value"
-            errors.append(document.error(("keys", index, source), str(error)))
+            errors.append(document.error(("keys", index, _source(key)), str(error)))
+    errors += [document.error(path, message) for path, message in _shared_secrets(keys, config)]
     pools = []
     for number, pool in enumerate(config.pools):
         backends = []
@@ -271,6 +295,25 @@ def _complete(config: Config, document: _Document, folder: Path, env: Mapping[st
     if config.state.path is not None:
         update["state"] = config.state.model_copy(update={"path": _path(config.state.path, folder)})
     return config.model_copy(update=update)
+
+
+def _shared_secrets(keys: list[Key], config: Config) -> Iterator[tuple[Steps, str]]:
+    """Of keys with the same secret nobody could tell whose request it is; ``keys`` have theirs."""
+    holders: dict[str, str] = {}
+    places = {key.name: ("keys", index, _source(key)) for index, key in enumerate(config.keys)}
+    for key in keys:
+        if key.value is None:
+            continue
+        holder = holders.setdefault(key.value.get_secret_value(), key.name)
+        if holder != key.name:
+            yield (
+                places[key.name],
+                f"found for {key.name} the secret of {holder}, allowed: a secret of its own",
+            )
+
+
+def _source(key: Key) -> str:
+    return "env" if key.env is not None else "file" if key.file is not None else "value"
 
 
 class _SettingError(ConfigError):

@@ -314,6 +314,52 @@ def test_secrets_come_from_file_environment_and_text(tmp_path: Path) -> None:
     assert not any(secret in repr(config) for secret in secrets)
 
 
+def test_a_secret_has_one_holder(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    keys = "keys:\n  - {name: a, value: same}\n  - {name: b, value: other}\n  - {name: c, env: MY_KEY}\n"
+    file.write_text(MINIMAL + keys)
+    with pytest.raises(ConfigError) as caught:
+        load(file, env={"MY_KEY": "same"})
+    assert caught.value.lines == [
+        f"{file}:9: keys[2].env: found for c the secret of a, allowed: a secret of its own"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "found", "reads"),
+    [
+        (
+            "slots: 010",
+            "slots: found 010, which YAML reads as an octal number, as 8",
+            "an integer from 1 to 256",
+        ),
+        ("slots: 1:30", "slots: found 1:30, which YAML reads in sixties, as 90", "an integer from 1 to 256"),
+        (
+            "start_timeout: 1:30.5",
+            "start_timeout: found 1:30.5, which YAML reads in sixties, as 90.5",
+            "a number of",
+        ),
+        ("args: [-b, 010]", "args[1]: found 010, which YAML reads as an octal number, as 8", "text"),
+        (
+            "strange: 0_1",
+            "strange: found 0_1, which YAML reads as an octal number, as 1",
+            "numbers in decimal",
+        ),
+    ],
+)
+def test_numbers_that_yaml_reads_otherwise_than_people_are_refused(
+    setting: str, found: str, reads: str
+) -> None:
+    (line,) = lines_of(with_backend(setting))
+    assert line.startswith(f"f.yaml:6: pools[0].backends[0].{found}, allowed: {reads}")
+
+
+def test_numbers_and_texts_that_only_look_like_those_are_taken() -> None:
+    config, _ = parse(with_backend("slots: 0x10\nthreads: 8\nstart_timeout: 0\nargs: ['010', \"1:30\"]"))
+    backend = config.pools[0].backends[0]
+    assert (backend.slots, backend.start_timeout, backend.args) == (16, 0, ("010", "1:30"))
+
+
 @pytest.mark.parametrize(
     ("key", "message"),
     [

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from warmslot.launcher import preflight as module
 from warmslot.launcher.engine import Engine, EngineError, EngineKind, parse_help
 from warmslot.launcher.preflight import preflight
 from warmslot.router.config import Config
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HELP = """\
 -m,    --model FNAME
@@ -65,6 +63,12 @@ def test_nothing_is_said_where_all_is_there(model: Path, tmp_path: Path) -> None
         ("args", ["-c", "1", "--frob"], (), "the extra argument -c clashes with -c 16384"),
         ("args", ["--frob=1"], (0,), "the engine /bin/engine has no option --frob"),
         ("cpus", "100000", (), "there is no CPU 100000 for us here"),
+        (
+            "cpus",
+            "99000-99999,100001,100003-100004",
+            (),
+            "there is no CPU 99000-99999, 100001, 100003-100004 for",
+        ),
     ],
 )
 def test_what_a_backend_lacks(model: Path, name: str, value: Any, step: tuple[int, ...], said: str) -> None:
@@ -103,6 +107,18 @@ def test_what_cannot_be_written_is_said(model: Path, tmp_path: Path) -> None:
     closed.mkdir(mode=0o500)
     wrong = config(model, top={"journal": {"path": str(closed / "j")}}, slot_save_path=str(closed / "kv"))
     assert [lack.message for lack in preflight(wrong)] == [
-        f"{closed / 'j'} cannot be written",
-        f"{closed / 'kv'} cannot be made: {closed} cannot be written",
+        f"{closed / 'j'} cannot be written: {closed}: Permission denied",
+        f"{closed / 'kv'} cannot be made: {closed} cannot be written (Permission denied)",
+    ]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc, where nobody can make anything")
+def test_folders_that_nobody_can_make_are_said(model: Path) -> None:
+    top = {"journal": {"path": "/proc/j"}, "state": {"path": "/proc/y"}}
+    wrong = config(model, top=top, slot_save_path="/proc/z/deep")
+    said = [(lack.place, lack.message.partition(" (")[0]) for lack in preflight(wrong)]
+    assert said == [
+        (("journal", "path"), "/proc/j cannot be written: /proc: No such file or directory"),
+        (("state", "path"), "/proc/y cannot be made: /proc cannot be written"),
+        ((*BACKEND, "slot_save_path"), "/proc/z/deep cannot be made: /proc cannot be written"),
     ]
