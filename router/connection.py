@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, ClassVar
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from . import errors
+from .client import Client
 
 if TYPE_CHECKING:
     import asyncio
 
+    from starlette.types import Receive, Scope, Send
+
     from .errors import RequestError
 
 LARGEST_HEAD = 64 * 1024
-"""Bytes of a request's line and headers (less what came in one piece with its end)."""
+"""Bytes of a request's line and headers, without optional white space."""
 
 
 class Connection(HttpToolsProtocol):
@@ -33,8 +36,11 @@ class Connection(HttpToolsProtocol):
 
     _timer: asyncio.TimerHandle | None = None
     _head_bytes: int = 0
+    """What came of a head that is not whole, less a piece in which another request ended."""
     _begun = False
     """A head has begun and is not whole."""
+    _mixed = False
+    """A request has ended in the piece that is being parsed: the rest of it may be of the next one."""
 
     # -- what the event loop tells -------------------------------------------------------------------------
 
@@ -45,11 +51,12 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of whatever a client sends."""
+        self._mixed = False
         super().data_received(data)
         if self.transport.is_closing():
             return
         if self._begun:
-            self._head_bytes += len(data)
+            self._head_bytes += 0 if self._mixed else len(data)
             if self._head_bytes > LARGEST_HEAD:
                 self._refuse(errors.head_too_large(LARGEST_HEAD))
         elif not self._serving and self.timeout_keep_alive_task is None:
@@ -70,12 +77,29 @@ class Connection(HttpToolsProtocol):
         self._arm()
 
     def on_headers_complete(self) -> None:
-        """A head is whole."""
+        """A head is whole, and served unless it is too long."""
         self._begun = False
         self._disarm()
-        super().on_headers_complete()
+        serves = self.app
+        if self._whole_head > LARGEST_HEAD:
+            self.app = _refuse_head
+        try:
+            super().on_headers_complete()
+        finally:
+            self.app = serves
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        self._mixed = True
+        super().on_message_complete()
 
     # -- the clock -----------------------------------------------------------------------------------------
+
+    @property
+    def _whole_head(self) -> int:
+        """Bytes of the head that has just been parsed."""
+        line = len(self.parser.get_method()) + len(self.url) + len("  HTTP/1.1\r\n")
+        return line + sum(len(name) + len(value) + 4 for name, value in self.headers) + 2
 
     @property
     def _serving(self) -> bool:
@@ -110,6 +134,11 @@ class Connection(HttpToolsProtocol):
             lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
             self.transport.write(STATUS_LINE[error.status] + lines + b"\r\n" + body)
         self.transport.close()
+
+
+async def _refuse_head(scope: Scope, receive: Receive, send: Send) -> None:
+    """Serves a request whose head came whole and is too long: in its turn, as any other."""
+    await Client(scope, receive, send).refuse(errors.head_too_large(LARGEST_HEAD))
 
 
 def connection(header_timeout: float) -> type[Connection]:

@@ -177,12 +177,62 @@ async def test_a_head_without_end(piece: bytes) -> None:
     assert served.wire.written.startswith(b"HTTP/1.1 431 ")
 
 
+def head_of(size: int) -> bytes:
+    """A whole head of so many bytes."""
+    start = GET[:-2] + b"x: "
+    return start + b"y" * (size - len(start) - 4) + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("piece", [1000, 1 << 20])
+@pytest.mark.parametrize(("size", "served"), [(LARGEST_HEAD, True), (LARGEST_HEAD + 1, False)])
+async def test_the_longest_head_however_it_comes(piece: int, size: int, served: bool) -> None:
+    connection, head = Served(), head_of(size)
+    for at in range(0, size, piece):
+        connection.protocol.data_received(head[at : at + piece])
+    await connection.answer()
+    assert connection.wire.written.startswith(b"HTTP/1.1 204 " if served else b"HTTP/1.1 431 ")
+    assert connection.wire.closed is not served
+
+
+async def test_a_head_that_is_too_long_waits_for_the_answer_before_it() -> None:
+    served = Served()
+    served.protocol.data_received(GET + head_of(70_000))
+    await served.begun.wait()
+    assert served.wire.written == b""
+    await served.answer()
+    await served.answer()
+    assert served.wire.written.startswith(b"HTTP/1.1 204 ")
+    assert b"HTTP/1.1 431 " in served.wire.written
+    assert b"x-request-id: " in served.wire.written
+    assert served.wire.closed
+
+
+async def test_what_came_before_a_head_in_one_piece_is_not_of_it() -> None:
+    served = Served()
+    served.protocol.data_received(b"POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 100000\r\n\r\n")
+    await served.answer()
+    served.protocol.data_received(b" " * 100_000 + GET[:-2])
+    assert not served.wire.closed
+    served.protocol.data_received(b"\r\n")
+    await served.answer()
+    assert served.wire.written.count(b"HTTP/1.1 204 ") == 2
+
+
 async def test_timers_end_with_the_connection() -> None:
     served = Served()
     served.protocol.data_received(GET[:5])
     served.protocol.connection_lost(None)
     served.clock.advance(100)
     assert served.wire.written == b""
+
+
+async def test_a_long_head_through_a_socket() -> None:
+    async with FakeLlamaServer() as fake, serving([fake]) as service:
+        for size, status in ((LARGEST_HEAD, 200), (70_000, 431)):
+            client = await WireClient.connect(service.url)
+            await client.send(head_of(size))
+            assert (await client.head())[0] == status
+            client.leave()
 
 
 async def test_through_a_socket() -> None:
