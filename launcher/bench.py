@@ -304,6 +304,7 @@ async def routed(config: dict[str, Any]) -> AsyncIterator[str]:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "STATE_DIRECTORY": f"{folder}/state"},  # gone with the folder
         )
         reader: asyncio.Task[None] | None = None
         try:

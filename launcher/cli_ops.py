@@ -17,7 +17,7 @@ Config = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help="The configuration that runs; needed where several run, or state.path is set.",
+        help="The configuration file of the one that is meant; needed where several run.",
         show_default=False,
     ),
 ]
@@ -106,10 +106,14 @@ def _report(came: dict[str, Any]) -> None:
 
 def _folder(config: Path | None, *, running: bool = True) -> Path:
     """The state folder that is meant: of the file given, or of the only warmslot there is."""
-    from .control import running_folders
-    from .state import folder_of, known_folders
+    from .control import is_running, running_folders
+    from .state import configuration_of, folder_of, known_folders, remembered
 
     if config is not None:
+        # By what the run has noted first: the file may be broken, changed or gone since.
+        noted = remembered(config)
+        if noted and (not running or is_running(noted[0])):
+            return noted[0]
         from warmslot.router.config_file import ConfigError, load
 
         try:
@@ -120,9 +124,11 @@ def _folder(config: Path | None, *, running: bool = True) -> Path:
     if not folders and not running:
         folders = known_folders()
     if len(folders) != 1:
-        found = "several run here" if folders else "no warmslot runs here"
-        names = "".join(f"\n  {folder}" for folder in folders)
-        _fail(f"{found}, or its state is elsewhere: name its configuration file with --config{names}")
+        found = "no warmslot runs here, or its state is elsewhere"
+        if folders:
+            found = "several run here" if running else "there are logs of several"
+        names = "".join(f"\n  {configuration_of(folder) or folder}" for folder in folders)
+        _fail(f"{found}: name its configuration file with --config{names}")
     return folders[0]
 
 

@@ -116,13 +116,17 @@ def ask(folder: Path, do: str, **fields: Any) -> Any:
 
 
 def running_folders() -> list[Path]:
-    """The state folders, of those that configurations have by default, whose warmslot runs."""
-    found = []
-    for folder in known_folders():
-        with contextlib.suppress(NotRunningError):
-            _connect(folder).close()
-            found.append(folder)
-    return found
+    """The known state folders whose warmslot runs."""
+    return [folder for folder in known_folders() if is_running(folder)]
+
+
+def is_running(folder: Path) -> bool:
+    """Whether the warmslot whose state folder this is can be asked."""
+    try:
+        _connect(folder).close()
+    except NotRunningError:
+        return False
+    return True
 
 
 def _connect(folder: Path) -> socket.socket:

@@ -73,7 +73,7 @@ class Operations:
             "pid": os.getpid(),
             "since": self._since,
             "address": self._address,
-            "config": None if self._file is None else str(self._file),
+            "config": None if self._file is None else str(self._file.absolute()),
             "stopping": self._dispatcher.stopping,
             "pools": [
                 {"name": pool, "queued": self._dispatcher.queued(pool)} for pool in self._dispatcher.pools

@@ -1,11 +1,13 @@
 """Where a configuration keeps what outlasts a run: one folder for each, found again by its file.
 
-In it lie the records of running engines (:mod:`.orphans`), their logs (:mod:`.logfiles`) and the socket of
-:mod:`.control`.
+In it lie the records of running engines (:mod:`.orphans`), their logs (:mod:`.logfiles`), the socket of
+:mod:`.control`, and the name of the configuration file. Where ``state.path`` names a folder elsewhere, the
+default one leads there, so that a run is found without reading its file again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from warmslot.router.config import Config
+
+
+_FILE = "configuration"
+_ELSEWHERE = "elsewhere"
 
 
 def base_folder(env: Mapping[str, str] = os.environ) -> Path:
@@ -31,6 +37,11 @@ def folder_of(config: Config, file: Path, env: Mapping[str, str] = os.environ) -
     """The state folder of the configuration that was read from ``file``."""
     if config.state.path is not None:
         return Path(config.state.path)
+    return default_folder(file, env)
+
+
+def default_folder(file: Path, env: Mapping[str, str] = os.environ) -> Path:
+    """The state folder of a configuration file that names none."""
     path = file.absolute()
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", path.stem)[:32] or "config"
     digest = hashlib.blake2b(os.fsencode(path), digest_size=4).hexdigest()
@@ -38,6 +49,45 @@ def folder_of(config: Config, file: Path, env: Mapping[str, str] = os.environ) -
 
 
 def known_folders(env: Mapping[str, str] = os.environ) -> list[Path]:
-    """The state folders under the base folder, whether or not anything runs there."""
+    """The state folders under the base folder and where these lead, whether or not anything runs there."""
     base = base_folder(env)
-    return sorted(path for path in base.glob("*") if path.is_dir()) if base.is_dir() else []
+    folders = sorted(path for path in base.glob("*") if path.is_dir()) if base.is_dir() else []
+    return list(dict.fromkeys(one for folder in folders for one in _leads_to(folder)))
+
+
+def remember(folder: Path, file: Path, env: Mapping[str, str] = os.environ) -> None:
+    """Note that ``folder`` is that of the run of ``file``. What cannot be noted is found less easily."""
+    with contextlib.suppress(OSError):
+        (folder / _FILE).write_bytes(os.fsencode(file.absolute()))
+        default = default_folder(file, env)
+        if default != folder:
+            default.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (default / _ELSEWHERE).write_bytes(os.fsencode(folder))
+        else:
+            (default / _ELSEWHERE).unlink(missing_ok=True)
+
+
+def configuration_of(folder: Path) -> Path | None:
+    """The configuration file of the last run with this state folder; ``None`` where none is noted."""
+    return _read(folder / _FILE)
+
+
+def remembered(file: Path, env: Mapping[str, str] = os.environ) -> list[Path]:
+    """The state folders of the last run of ``file``, as noted; the file itself is not looked at."""
+    return [
+        folder
+        for folder in _leads_to(default_folder(file, env))
+        if configuration_of(folder) == file.absolute()
+    ]
+
+
+def _leads_to(folder: Path) -> list[Path]:
+    elsewhere = _read(folder / _ELSEWHERE)
+    return [folder] if elsewhere is None else [elsewhere]
+
+
+def _read(file: Path) -> Path | None:
+    try:
+        return Path(os.fsdecode(file.read_bytes()))
+    except OSError:
+        return None

@@ -33,7 +33,7 @@ from .orphans import OwnedError, StateFolder
 from .process import State
 from .prompt_file import WarmUpError
 from .reloading import Parts, Reloader, manners_for, reload_lines
-from .state import folder_of
+from .state import folder_of, remember
 from .supervisor import Launch, Supervisor
 from .warm_up import WarmUp, learned_of, prompts_of
 from .warmth import Warmth
@@ -92,6 +92,7 @@ def _state(config: Config, file: Path) -> Iterator[StateFolder]:
             f"the state folder {folder.path} cannot be used: {error.strerror} "
             "(the setting state.path takes another)"
         ) from error
+    remember(folder.path, file)
     try:
         yield folder
     finally:
