@@ -70,7 +70,7 @@ class Client:
         return None if value is None else value.decode("latin-1")
 
     async def body(self, limit: int, seconds: float) -> bytes:
-        """The whole request body. Raises 413 above ``limit`` bytes, 408 after ``seconds``."""
+        """The whole body. Raises 413 above ``limit`` bytes, 408 after ``seconds``, 415 if compressed."""
         length = self.headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > limit:
             await self._discard()
@@ -90,9 +90,12 @@ class Client:
                         raise errors.too_large(limit)
                     pieces.append(piece)
                     if not message.get("more_body", False):
-                        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                        break
         except TimeoutError:
             raise errors.too_slow(seconds) from None
+        if size and self.headers.get(b"content-encoding", b"").strip().lower() not in {b"", b"identity"}:
+            raise errors.encoded()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def _discard(self) -> None:
         """Read on for a moment and keep nothing: a client that still sends would not see our refusal."""

@@ -23,6 +23,7 @@ _ANTHROPIC = {
     404: "not_found_error",
     408: "invalid_request_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
@@ -72,6 +73,8 @@ class RequestError(Exception):
             out.append((b"retry-after", str(max(1, round(self.retry_after))).encode()))
         if self.status in {408, 413, 431}:
             out.append((b"connection", b"close"))
+        if self.status == 415:  # noqa: PLR2004 - RFC 9110, 15.5.16
+            out.append((b"accept-encoding", b"identity"))
         return out
 
 
@@ -87,6 +90,16 @@ def too_large(limit: int) -> RequestError:
         "invalid_request_error",
         f"request body: more than {limit} bytes, allowed: at most {limit} (setting limits.max_body)",
         code="request_too_large",
+    )
+
+
+def encoded() -> RequestError:
+    """The body is compressed (415): the router has to read it, and engines take none that is."""
+    return RequestError(
+        415,
+        "invalid_request_error",
+        "request body: Content-Encoding is not supported, allowed: identity (send the body uncompressed)",
+        code="unsupported_encoding",
     )
 
 

@@ -162,6 +162,7 @@ class Generation:
         await client.unless_gone(self._answer(client, passage, raw))
 
     async def _answer(self, client: Client, passage: Passage, raw: bytes) -> None:
+        raw = prompt.without_mark(raw)
         body = prompt.parse(raw)
         passage.pool = self._shop.pools.of_model(body.get("model"))
         describe = self._describe(client, passage, body)

@@ -19,6 +19,7 @@ from .client import Client
 from .generation import ATTEMPTS, Passage, name_of, priority
 from .isolation import empty
 from .outbox import Outbox
+from .prompt import without_mark
 from .values import Outcome, Prompt, Request, Route, Status
 
 if TYPE_CHECKING:
@@ -234,6 +235,7 @@ def target(scope: Scope) -> str:
 
 def _object(raw: bytes) -> dict[str, Any]:
     """The body if it is a JSON object, an empty one for any other: what it means is the engine's to say."""
+    raw = without_mark(raw)
     if raw.lstrip()[:1] != b"{":
         return {}
     try:

@@ -7,6 +7,7 @@ here; everything else in a body is the engine's to judge.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import re
 import struct
@@ -38,6 +39,7 @@ __all__ = [
     "root_of",
     "slots_needed",
     "text_of",
+    "without_mark",
 ]
 
 _CACHED_RENDERINGS: Final = 64
@@ -63,12 +65,24 @@ def parse(raw: bytes) -> dict[str, Any]:
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise BadRequest(
-            None, f"the body is no valid JSON (line {error.lineno}, column {error.colno})"
-        ) from None
+        raise BadRequest(None, f"the body is no valid JSON ({_flaw(raw, error)})") from None
     if not isinstance(body, dict):
         raise BadRequest(None, f"the body must be a JSON object, not {_kind(body)}")
     return body
+
+
+def _flaw(raw: bytes, error: orjson.JSONDecodeError) -> str:
+    """Where a body is at fault. It is looked at as a whole for its encoding first, so has no line then."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError as wrong:
+        return f"not UTF-8 at byte offset {wrong.start}"
+    return f"line {error.lineno}, column {error.colno}"
+
+
+def without_mark(raw: bytes) -> bytes:
+    """A body without the byte order mark that some clients put before JSON, which a reader may ignore."""
+    return raw.removeprefix(codecs.BOM_UTF8)
 
 
 MOST_TOKENS = 2**31 - 1

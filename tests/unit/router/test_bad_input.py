@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
+import gzip
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +59,30 @@ async def test_a_body_of_the_wrong_kind(service: Service, raw: bytes, needle: st
     assert needle in error["message"]
     assert error["type"] == "invalid_request_error"
     assert service.fake.generations() == []
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/embeddings", "/tokenize", "/lora-adapters"])
+async def test_a_compressed_body(service: Service, path: str) -> None:
+    raw = gzip.compress(json.dumps(chat("hi")).encode())
+    answer = await service.http.post(path, content=raw, headers={"content-encoding": "gzip"})
+    assert answer.status_code == 415
+    assert "Content-Encoding" in answer.json()["error"]["message"]
+    assert answer.headers["accept-encoding"] == "identity"
+    assert service.fake.generations() == []
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_a_body_with_a_byte_order_mark(service: Service, path: str) -> None:
+    raw = codecs.BOM_UTF8 + json.dumps(chat("mark-a hi", max_tokens=4)).encode()
+    answer = await service.http.post(path, content=raw, headers={"content-encoding": "identity"})
+    assert answer.status_code == 200
+    assert "mark-a" in answer.text
+    assert service.fake.generations()[-1].json["messages"]
+
+
+async def test_a_byte_order_mark_hides_no_model(service: Service) -> None:
+    raw = codecs.BOM_UTF8 + json.dumps({"content": "hi", "model": "gpt-9"}).encode()
+    assert error_of(await service.http.post("/tokenize", content=raw), 404)["code"] == "model_not_found"
 
 
 async def test_what_only_the_engine_can_judge_is_the_engines_error(service: Service) -> None:

@@ -232,6 +232,20 @@ def test_what_is_no_object_is_refused_without_quoting_it(raw: bytes, told: str) 
         prompt.parse(raw)
 
 
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (b'{"a": "' + b"x" * 50 + b'\xff"}', "not UTF-8 at byte offset 57"),
+        (b'{"a": "\xc3', "not UTF-8 at byte offset 7"),
+        (b'{"a": "\xed\xa0\x80"}', "not UTF-8 at byte offset 7"),
+        ('{"a": "ä",\n "b" 1}'.encode(), "line 2, column 6"),
+    ],
+)
+def test_what_is_no_json_is_told_by_its_place(raw: bytes, told: str) -> None:
+    with pytest.raises(BadRequest, match=told):
+        prompt.parse(raw)
+
+
 def test_pinning_leaves_the_clients_bytes_alone() -> None:
     raw = b'{ "seed": 12345678901234567890123, "t": 0.10000000000000000001, "prompt": "\\u00e9}" }\n'
     pinned = prompt.pin(raw, 3)
