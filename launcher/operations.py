@@ -100,6 +100,7 @@ class Operations:
             return {
                 **shown,
                 "state": "remote" if up else "remote, down",
+                "reason": known.trouble if known else "",
                 "slots": known.slots if up and known else None,
                 "context": known.context if up and known else None,
             }

@@ -141,10 +141,24 @@ class Reloader:
                 parts.supervisor.add(Launch(backend, engines[backend.name]))
                 parts.attendants.attend(backend.name)
         for backend in backends:
-            if backend.name not in engines or (await parts.supervisor.tried(backend.name)).is_ready:
+            reason = await (self._tried if backend.name in engines else self._looked_at)(backend.name)
+            if reason is None:
                 came.started.append(backend.name)
             else:
-                came.failed[backend.name] = advice(parts.supervisor.status_of(backend.name))
+                came.failed[backend.name] = reason
+
+    async def _tried(self, name: str) -> str | None:
+        """Wait until a launched backend was tried; why it does not serve."""
+        status = await self._parts.supervisor.tried(name)
+        return None if status.is_ready else advice(self._parts.supervisor.status_of(name))
+
+    async def _looked_at(self, name: str) -> str | None:
+        """Wait until a backend elsewhere was looked at; why it does not serve."""
+        known = self._parts.router.dispatcher.backend(name)
+        if known is None:
+            return "removed meanwhile"
+        await known.looked_at()
+        return None if known.up else f"added, but down: {known.trouble} (it is asked again and again)"
 
     async def _change(self, backend: Backend, engine: Engine, came: Came) -> None:
         """Bring a launched backend to other settings, by a restart where its engine has to know of them."""

@@ -8,7 +8,8 @@ Small calls do the same, as connecting costs less than a pool's bookkeeping (``p
 from __future__ import annotations
 
 import asyncio
-import logging
+import os
+import socket
 import ssl
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
@@ -38,7 +39,6 @@ __all__ = [
     "Props",
 ]
 
-log = logging.getLogger("warmslot.router")
 
 CONNECT_TIMEOUT = 5.0
 """Seconds until a connection attempt is given up."""
@@ -133,7 +133,8 @@ class EngineClient:
         self.name = name
         self.base_url = base_url.rstrip("/")
         self._tls = ssl.create_default_context(cafile=ca) if parts.scheme == "https" else None
-        self._distrusted = False
+        self.trouble = ""
+        """Why the last :meth:`health` was not good; empty where it was."""
         self._target = Target(
             host=parts.hostname,
             port=parts.port or (443 if self._tls else 80),
@@ -159,11 +160,33 @@ class EngineClient:
         """Ask ``/health``. Never raises: an engine that cannot be asked is down."""
         try:
             answer = await self._call("GET", "/health")
-        except (EngineUnreachable, EngineBroke):
+        except EngineUnreachable as error:
+            self.trouble = self._no_answer(error)
+            return Health.DOWN
+        except EngineBroke as error:
+            self.trouble = f"/health: {error.reason}"
             return Health.DOWN
         if answer.status == HTTPStatus.OK:
+            self.trouble = ""
             return Health.OK
-        return Health.LOADING if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else Health.DOWN
+        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self.trouble = "it loads its model"
+            return Health.LOADING
+        self.trouble = f"it answered /health with status {answer.status}"
+        return Health.DOWN
+
+    def _no_answer(self, error: EngineUnreachable) -> str:
+        cause = error.__cause__
+        if isinstance(cause, ssl.SSLError):
+            return f"no connection by TLS: {getattr(cause, 'verify_message', '') or cause.reason or 'no TLS'}"
+        if error.sent:
+            return f"{self.base_url} does not answer /health"
+        reason = f"none within {self._connect_timeout:g} s"
+        if isinstance(cause, socket.gaierror):
+            reason = cause.strerror or "unknown host"
+        elif isinstance(cause, OSError) and cause.errno:
+            reason = os.strerror(cause.errno)
+        return f"no connection to {self.base_url}: {reason}"
 
     async def props(self) -> Props:
         """Ask ``/props``; what is missing or of another type is ``None``. Raises :class:`EngineError`."""
@@ -281,10 +304,6 @@ class EngineClient:
                     lambda: exchange, self._target.host, self._target.port, ssl=self._tls
                 )
         except (OSError, TimeoutError) as error:
-            if isinstance(error, ssl.SSLError) and not self._distrusted:
-                self._distrusted = True
-                reason = getattr(error, "verify_message", "") or error.reason or "no TLS"
-                log.warning("backend %s: no connection by TLS: %s", self.name, reason)
             raise EngineUnreachable(self.name, sent=False) from error
 
     def _outgoing(self, headers: Iterable[tuple[bytes, bytes]]) -> HeaderPairs:

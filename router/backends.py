@@ -53,6 +53,16 @@ class Backend:
         return self.life is not None
 
     @property
+    def trouble(self) -> str:
+        """Why one that runs elsewhere is down; empty where that is not known."""
+        return "" if self.up or self.watch is None else self.watch.trouble
+
+    async def looked_at(self) -> None:
+        """Wait until one that runs elsewhere was looked at once."""
+        if self.watch is not None:
+            await self.watch.looked.wait()
+
+    @property
     def usable(self) -> bool:
         """Whether it serves and has not just refused or broken a connection."""
         return self.up and not (self.watch is not None and self.watch.suspecting)

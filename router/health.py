@@ -45,8 +45,10 @@ class HealthWatch:
         self._went_down = went_down
         self._trusted = trusted
         self._failures = 0
-        self._told = ""
-        """The last complaint: it is made once, not at every look."""
+        self.trouble = ""
+        """Why it is not up, where the last look told; said once, not at every look."""
+        self.looked = asyncio.Event()
+        """Set from the end of the first look on, and when none will come."""
         self._look_now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.suspecting = False
@@ -78,12 +80,14 @@ class HealthWatch:
         if self._task is not None:
             self._task.cancel()
             self._task = None
+        self.looked.set()
         self.suspecting = False
 
     async def _run(self) -> None:
         while self.lasting or self.suspecting:
             self._look_now.clear()
             await self._look()
+            self.looked.set()
             pause = self._interval / 4 if self.suspecting or self._failures else self._interval
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
@@ -95,12 +99,10 @@ class HealthWatch:
             try:
                 await self._came_up()
             except (EngineUnreachable, EngineBroke, EngineError) as error:
-                if str(error) != self._told:
-                    self._told = str(error)
-                    log.warning("backend %s is healthy but of no use: %s", self._client.name, error)
+                self._complain("backend %s is healthy but of no use: %s", str(error))
                 return
         if good:
-            self._failures = 0
+            self._failures, self.trouble = 0, ""
             if self.suspecting:
                 self.suspecting = False
                 self._trusted()
@@ -108,4 +110,12 @@ class HealthWatch:
         self._failures += 1
         if self._failures >= FAILURES and self._is_up() and self._went_down is not None:
             self.suspecting = False
+            self.trouble = self._client.trouble
             self._went_down(f"/health failed {self._failures} times in a row")
+        elif self.lasting and not self._is_up():
+            self._complain("backend %s: %s", self._client.trouble)
+
+    def _complain(self, message: str, trouble: str) -> None:
+        if trouble != self.trouble:
+            self.trouble = trouble
+            log.warning(message, self._client.name, trouble)

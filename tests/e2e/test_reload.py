@@ -6,6 +6,7 @@ import asyncio
 import json
 import shlex
 import signal
+import socket
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.support.router import sample
 from tests.support.up import PATIENCE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from tests.support.up import Running
 
@@ -131,6 +132,14 @@ def site(up: StartUp, warmslot: Command, tmp_path: Path) -> Callable[[dict[str, 
         assert psutil.wait_procs(children, timeout=0)[1] == []
 
     return start
+
+
+@pytest.fixture
+def unused_address() -> Iterator[str]:
+    """An address that is taken, and where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 async def test_a_wrong_file_changes_nothing_and_says_all_that_is_wrong(site: Any, backend: Any) -> None:
@@ -290,6 +299,20 @@ async def test_the_last_that_serves_is_kept_until_another_does(
             "one: removed",
         ]
         assert await here.asked_of("Hi") == "two"
+
+
+async def test_a_backend_elsewhere_that_cannot_be_reached_is_said_with_the_reason(
+    site: Any, backend: Any, unused_address: str
+) -> None:
+    why = f"no connection to {unused_address}: Connection refused"
+    async with site(config_of(backend("one"))) as here:
+        code, out, _ = await here.try_reload(
+            config_of(backend("one"), {"name": "far", "url": unused_address})
+        )
+        assert (code, out) == (1, f"far: added, but down: {why} (it is asked again and again)\n")
+        far = (await here.status())["far"]
+        assert (far["state"], far["reason"]) == ("remote, down", why)
+        assert f"far: {why}" in (await here.warmslot("status"))[1]
 
 
 async def test_backends_elsewhere_come_go_and_move(site: Any, backend: Any) -> None:
