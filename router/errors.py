@@ -154,6 +154,17 @@ def unknown_model(names: Iterable[str]) -> RequestError:
     )
 
 
+def unknown_backend(names: Iterable[str]) -> RequestError:
+    """The path or the query names a backend that is not there (404). The name itself is not echoed."""
+    return RequestError(
+        404,
+        "invalid_request_error",
+        f"backend: not known, allowed: {', '.join(names)}",
+        code="backend_not_found",
+        param="backend",
+    )
+
+
 def unknown_route() -> RequestError:
     """A route that the router does not know, where such are refused (404)."""
     return RequestError(

@@ -15,6 +15,8 @@ from .client import Client
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+    from .backends import Backend
+    from .dispatcher import Dispatcher
     from .generation import Shop
 
 _TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
@@ -39,6 +41,14 @@ class Page:
     async def content(self, scope: Scope) -> tuple[int, bytes, tuple[bytes, bytes]]:
         """Status, body and content type."""
         raise NotImplementedError
+
+
+def backend_named(dispatcher: Dispatcher, name: str) -> Backend:
+    """A backend by the name in a path or a query. Raises 404 that lists those that exist."""
+    found = dispatcher.backend(name)
+    if found is None:
+        raise errors.unknown_backend(one.name for backends in dispatcher.pools.values() for one in backends)
+    return found
 
 
 class Models(Page):
@@ -77,15 +87,7 @@ class EngineMetrics(Page):
     async def content(self, scope: Scope) -> tuple[int, bytes, tuple[bytes, bytes]]:
         """The engine's text as it came."""
         name = scope["path_params"]["name"]
-        backend = self._shop.dispatcher.backend(name)
-        if backend is None:
-            names = [b.name for backends in self._shop.dispatcher.pools.values() for b in backends]
-            raise errors.RequestError(
-                404,
-                "invalid_request_error",
-                f"backend: not known, allowed: {', '.join(names)}",
-                code="not_found",
-            )
+        backend = backend_named(self._shop.dispatcher, name)
         if backend.client is None or not backend.up:
             raise errors.unavailable(f"backend {name!r} is not up")
         try:

@@ -17,8 +17,8 @@ from .backends import NoBackendError
 from .client import Client
 from .generation import ATTEMPTS, Passage, without_length
 from .isolation import empty
+from .pages import backend_named
 from .passthrough import target
-from .slots_page import backend_named
 from .values import Loss, Route, Status
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class _PoolPage:
         raise NotImplementedError
 
     async def _backends(self, client: Client, passage: Passage) -> Sequence[Backend]:
-        """Those that the request is for, once one of them is up. Raises 400, 404, 503."""
+        """Those that the request is for, once one of them is up. Raises 404, 503."""
         dispatcher = self._shop.dispatcher
         query = parse_qs(client.scope["query_string"].decode("latin-1"))
         if "backend" in query:

@@ -12,14 +12,13 @@ from . import errors
 from .backend import EngineBroke, EngineError, EngineUnreachable
 from .client import Client
 from .generation import Passage
-from .pages import Page
+from .pages import Page, backend_named
 from .values import Route, SlotObservation, Status
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from .backends import Backend
-    from .dispatcher import Dispatcher
     from .generation import Shop
 
 _FRESH = 2.0
@@ -36,8 +35,10 @@ class Slots(Page):
         self._kept: dict[str, tuple[float, list[Any]]] = {}
 
     async def content(self, scope: Scope) -> tuple[int, bytes, tuple[bytes, bytes]]:
-        """The slots of all backends that are up, or of the ``backend`` that the query names."""
-        wanted = parse_qs(scope["query_string"].decode("latin-1")).get("backend")
+        """The slots of all backends that are up, or of the ``backend`` that the query names. Raises 404."""
+        wanted = parse_qs(scope["query_string"].decode("latin-1")).get("backend", [])
+        for name in wanted:
+            backend_named(self._shop.dispatcher, name)
         found: list[Any] = []
         refusal: EngineError | None = None
         for pool, backends in self._shop.dispatcher.pools.items():
@@ -127,12 +128,3 @@ class SlotAction:
         if named is not None:
             return backend_named(dispatcher, named[0])
         return next(iter(dispatcher.pools[self._shop.pools.of_model(query.get("model", [None])[0])]))
-
-
-def backend_named(dispatcher: Dispatcher, name: str) -> Backend:
-    """A backend by the name in a query. Raises 400 that lists those that exist."""
-    found = dispatcher.backend(name)
-    if found is None:
-        names = [one.name for backends in dispatcher.pools.values() for one in backends]
-        raise errors.invalid(f"backend: not known, allowed: {', '.join(names)}")
-    return found

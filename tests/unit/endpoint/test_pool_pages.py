@@ -63,8 +63,8 @@ async def test_props_are_of_those_that_answer(page: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/props?backend=no", 400),
-        ("POST", "/lora-adapters?backend=no", 400),
+        ("GET", "/props?backend=no", 404),
+        ("POST", "/lora-adapters?backend=no", 404),
         ("GET", "/props?model=no", 404),
         ("POST", "/lora-adapters?model=no", 404),
     ],
@@ -73,6 +73,25 @@ async def test_names_that_do_not_exist(service: Service, method: str, path: str,
     answer = await service.http.request(method, path)
     assert answer.status_code == status
     assert "allowed" in answer.json()["error"]["message"]
+
+
+async def test_an_unknown_backend_is_told_alike_wherever_it_is_named() -> None:
+    async with FakeLlamaServer() as fake, serving([fake], endpoint={"slot_actions": True}) as service:
+        told = [
+            await service.http.request(method, path)
+            for method, path in (
+                ("GET", "/backends/no/metrics"),
+                ("GET", "/props?backend=no"),
+                ("GET", "/slots?backend=no"),
+                ("GET", "/slots?backend=b0&backend=no"),
+                ("POST", "/slots/0?action=erase&backend=no"),
+                ("POST", "/lora-adapters?backend=no"),
+            )
+        ]
+        assert {answer.status_code for answer in told} == {404}
+        assert {answer.content for answer in told} == {told[0].content}
+        error = told[0].json()["error"]
+        assert (error["code"], error["message"]) == ("backend_not_found", "backend: not known, allowed: b0")
 
 
 async def test_a_backend_that_is_down_has_no_props() -> None:

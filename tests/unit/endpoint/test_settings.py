@@ -153,9 +153,7 @@ async def test_the_only_slot_is_given_out_again_after_a_call_that_is_not_pinned(
         assert (await service.chat("mark-t hi")).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "query", ["9?action=erase", "x?action=erase", "0?action=drop", "0?action=erase&backend=no"]
-)
+@pytest.mark.parametrize("query", ["9?action=erase", "x?action=erase", "0?action=drop"])
 async def test_wrong_actions(query: str) -> None:
     async with FakeLlamaServer() as fake, serving([fake], endpoint={"slot_actions": True}) as service:
         answer = await service.http.post(f"/slots/{query}", json={})
