@@ -235,6 +235,19 @@ async def test_a_long_head_through_a_socket() -> None:
             client.leave()
 
 
+@pytest.mark.parametrize("raw", [b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n"])
+async def test_what_is_no_http_is_answered_without_an_id(raw: bytes) -> None:
+    """As docs/http.md says: there is no request that an id could be of."""
+    async with FakeLlamaServer() as fake, serving([fake]) as service:
+        client = await WireClient.connect(service.url)
+        await client.send(raw)
+        status, headers = await client.head()
+        assert (status, headers["content-type"]) == (400, "text/plain; charset=utf-8")
+        assert "x-request-id" not in headers
+        await client.rest()
+        assert fake.requests == []
+
+
 async def test_through_a_socket() -> None:
     async with FakeLlamaServer() as fake, serving([fake], limits={"header_timeout": 0.05}) as service:
         silent, dribbling = [await WireClient.connect(service.url) for _ in range(2)]
