@@ -28,7 +28,20 @@ Source = Annotated[
         show_default=False,
     ),
 ]
-JournalFile = Annotated[Path, typer.Argument(metavar="JOURNAL", help="A journal's path.", show_default=False)]
+
+
+def _a_file(path: Path) -> Path:
+    if path.parts[:1] in {("http:",), ("https:",)}:
+        raise typer.BadParameter(
+            "found an address, allowed: a journal's path (a router writes one where journal.path is set)"
+        )
+    return path
+
+
+JournalFile = Annotated[
+    Path,
+    typer.Argument(metavar="JOURNAL", help="A journal's path.", show_default=False, callback=_a_file),
+]
 Key = Annotated[
     str | None,
     typer.Option(envvar="WARMSLOT_KEY", help="Bearer key of the running router.", show_default=False),

@@ -517,6 +517,7 @@ def read(path: Path, reading: Reading | None = None) -> Iterator[Entry]:
     files = files_of(path)
     if not files:
         raise JournalError(f"journal {path}: no such file")
+    understood = False
     for file in files:
         decoder = Decoder()
         try:
@@ -530,8 +531,10 @@ def read(path: Path, reading: Reading | None = None) -> Iterator[Entry]:
                         reading.why = reading.why or f"{file}:{number}: {error}"
                         continue
                     if entry is not None:
+                        understood = True
                         yield entry
         except OSError as error:
             raise JournalError(f"journal {file}: {error.strerror or error}") from error
-    if reading.lines and reading.lines == reading.skipped:
-        raise JournalError(f"{reading.why}; no line of it is readable")
+    if reading.lines and not understood:
+        why = reading.why or "nothing of a known kind"
+        raise JournalError(f"{path} is not a journal: {why}; no line of it is readable")

@@ -110,7 +110,7 @@ def _command(path: str, command: Any) -> str:
         words.append("COMMAND")
     lines = [f"## `{path}`", "", str(command.help).strip(), "", f"`{' '.join(words)}`", ""]
     rows = [_row(f"`{_metavar(one)}`", _help(one)) for one in arguments]
-    rows += [_row(", ".join(f"`{name}`" for name in one.opts), _help(one)) for one in options]
+    rows += [_row(_names(one), _help(one)) for one in options]
     if rows:
         lines += ["| | |", "|---|---|", *rows, ""]
     return "\n".join(lines)
@@ -121,8 +121,16 @@ def _metavar(argument: Any) -> str:
     return name if argument.nargs == 1 else f"{name}..."
 
 
+def _names(option: Any) -> str:
+    """``--drafts / --no-drafts`` for what is on or off."""
+    sides = [side for side in (option.opts, option.secondary_opts) if side]
+    return " / ".join(", ".join(f"`{name}`" for name in side) for side in sides)
+
+
 def _help(parameter: Any) -> str:
     text: str = parameter.help or ""
+    if getattr(parameter, "secondary_opts", None):
+        text += f" Default: `{(parameter.opts if parameter.default else parameter.secondary_opts)[0]}`."
     if isinstance(parameter.default, str | int | float) and not isinstance(parameter.default, bool):
         text += f" Default: `{parameter.default}`."
     return text

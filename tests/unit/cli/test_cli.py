@@ -122,6 +122,15 @@ def test_every_option_and_argument_has_a_text() -> None:
     assert [path for path, parameter in found.items() if not parameter.help] == []
 
 
+def test_the_page_shows_both_sides_of_every_switch() -> None:
+    page = (TOP / "docs/cli.md").read_text(encoding="utf-8")
+    switches = [one for _, one in parameters("warmslot", get_command(app)) if one.secondary_opts]
+    assert switches
+    for one in switches:
+        on, off = one.opts[0], one.secondary_opts[0]
+        assert f"| `{on}` / `{off}` | {one.help} Default: `{on if one.default else off}`. |" in page
+
+
 def test_an_unknown_command_is_wrong_usage() -> None:
     code, _, error = run("start")
     assert code == 2

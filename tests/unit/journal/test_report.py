@@ -207,6 +207,22 @@ def test_a_file_that_is_no_journal_is_one_line_and_exit_1(tmp_path: Path) -> Non
     result = CliRunner().invoke(app, ["report", str(path)])
     assert result.exit_code == 1
     assert "no line of it is readable" in result.output
+
+
+def test_a_text_with_empty_lines_is_no_journal(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    file.write_text("# A title\n\nAnd text.\n")
+    result = CliRunner().invoke(app, ["report", str(file)])
+    assert result.exit_code == 1
+    assert f"{file} is not a journal: {file}:1: no valid JSON" in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("command", [["explain", "--last"], ["advise"]])
+def test_a_router_is_no_journal(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "http://127.0.0.1:8080"], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "found an address" in result.output
+    assert "allowed: a journal's path" in result.output
     assert "Traceback" not in result.output
 
 
