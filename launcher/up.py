@@ -53,6 +53,10 @@ _TAIL = 12
 """Lines of an engine's log that are shown when it cannot be started."""
 
 
+_CUT_OFF_TIMEOUT = 2.0
+"""Seconds for requests that are cut off, and for what the application closes."""
+
+
 class StartError(Exception):
     """It cannot start; the first line of the message is the reason."""
 
@@ -113,6 +117,13 @@ def _log_to_stdout() -> None:
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("warmslot").setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").addFilter(_is_meant_to_be_seen)
+
+
+def _is_meant_to_be_seen(record: logging.LogRecord) -> bool:
+    """Not that a request or the application was cancelled: only a stop that cuts them off does that."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or not issubclass(kind, asyncio.CancelledError)
 
 
 def _launches(config: Config, display: Display) -> list[Launch]:
@@ -330,6 +341,8 @@ class _Session:
                 self._server.force_exit = True
         self._server.should_exit = True
         await asyncio.wait({serving})
+        if self._server.force_exit:
+            await self._cut_off()
         logging.getLogger("warmslot.router").setLevel(logging.ERROR)  # that backends go down is meant
         await self._supervisor.stop()
         if drain:
@@ -343,6 +356,17 @@ class _Session:
         await self._supervisor.kill()
         serving.cancel()
         await asyncio.wait({serving})
+        await self._cut_off()
+
+    async def _cut_off(self) -> None:
+        """Do what a server that is forced to end leaves out: end its requests, then the application."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CUT_OFF_TIMEOUT):
+                if tasks := set(self._server.server_state.tasks):
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.wait(tasks)
+                await self._server.lifespan.shutdown()
 
     def _key(self) -> str | None:
         """A key of our own router, for requests to ourselves."""
