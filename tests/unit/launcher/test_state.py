@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from typer.testing import CliRunner
+from warmslot.launcher.bench import routed
 from warmslot.launcher.cli import app
 from warmslot.launcher.control import Control
 from warmslot.launcher.state import configuration_of, default_folder, known_folders, remember
+
+from tests.fakes.llama_server import FakeLlamaServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -84,3 +89,12 @@ async def test_a_note_about_a_folder_that_another_file_has_taken_is_not_believed
     assert (code, "a.yaml: No such file or directory" in said) == (2, True)
     assert configuration_of(folder) == tmp_path / "b.yaml"
     assert known_folders() == [folder]
+
+
+async def test_a_measured_run_leaves_no_state_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    async with FakeLlamaServer() as fake:
+        pools = [{"name": "m", "backends": [{"name": "far", "url": fake.base_url}]}]
+        async with routed({"pools": pools}) as address, httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.get(f"{address}/ui", timeout=60)).status_code == 200
+    assert os.listdir(tmp_path) == []  # noqa: PTH208 - nothing waits for it
