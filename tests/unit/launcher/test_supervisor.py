@@ -248,7 +248,7 @@ async def test_one_that_fails_leaves_the_others_serving(tmp_path: Path) -> None:
 
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, signal, sys
 from dataclasses import replace
 from pathlib import Path
 from tests.support.launcher import Recorder, stub_launch
@@ -261,6 +261,8 @@ async def main():
         print(supervisor.status()[0].pid, flush=True)
         await supervisor.wait()
 
+# What a shell starts in the background is given SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 asyncio.run(main())
 """
 
