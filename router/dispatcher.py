@@ -30,7 +30,8 @@ from .values import Outcome, Status
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
-    from .core import Contents, Core, CoreSettings
+    from .contract import Core
+    from .core import Contents, CoreSettings
     from .observer import Observer
     from .values import HostMemory, HostMemoryView, Lease, Loss, Report, Request, SlotObservation, SlotView
 
