@@ -205,6 +205,8 @@ class Pool:
         changed: dict[int, list[_Changed]] = {}
         hosts = [(name, backend.host) for name, backend in self.backends.items() if backend.host is not None]
         for waiting in self.waiting.values():
+            if waiting.host:
+                self._forget_hosts(waiting)
             for name, host in hosts:
                 self._look_at_host(waiting, name, host)
             if waiting.epoch == epoch:
@@ -219,6 +221,18 @@ class Pool:
                 self.resolve(waiting, matter)
                 if waiting.second_bytes < second - BLOCK:  # what was no match for the two best may be one now
                     self.resolve(waiting, list(waiting.stale))
+
+    def _forget_hosts(self, waiting: Waiting) -> None:
+        """Hope for nothing from the host memory of backends that are gone, or have come back without."""
+        gone = [
+            name
+            for name in waiting.host
+            if (backend := self.backends.get(name)) is None or backend.host is None
+        ]
+        for name in gone:
+            del waiting.host[name]
+        if gone:
+            self._estimate(waiting)
 
     def _look_at_host(self, waiting: Waiting, name: str, host: HostTier) -> None:
         """Find what a backend's host memory has of a queued request's prompt, if that may have changed."""
@@ -297,7 +311,6 @@ class Pool:
             (
                 self.backends[name].rates.loaded_seconds(match.tokens, match.kept, waiting.prompt_tokens)
                 for name, seen in waiting.host.items()
-                if name in self.backends
                 for match in seen.matches
             ),
             default=math.inf,

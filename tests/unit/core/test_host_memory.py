@@ -182,6 +182,22 @@ def test_what_is_saved_when_it_is_overwritten_costs_no_more_than_loading_it_agai
     assert loss_seconds(slot, 0, ask, saved=True) == pytest.approx(0.2)
 
 
+def test_what_waits_hopes_for_nothing_of_an_engine_that_came_back_without_one() -> None:
+    core = make()
+    timed(core, "1", ALPHA, 0.01)
+    timed(core, "2", BETA, 0.01)
+    for name, text in (("b", BETA), ("x", ALPHA), ("y", b"gamma " * 200)):
+        prompt = Prompt.of(text, tokens=len(text) // 4)
+        asked = Request(id=name, prompt=prompt, pool="p", arrived=3.0, max_output_tokens=1)
+        core.submit(asked, 3.0)
+    (busy,) = core.grant(3.0)
+    core.backend_up("a", "p", 1, 65536, 4.0, known_empty=True)
+    core.finish(busy.request.id, Outcome(Status.ERROR, None, None, output_tokens=0), 4.0)
+    waits = [core.position(name, 4.0) for name in ("x", "y")]
+    (later,) = [wait for place, wait in filter(None, waits) if place == 1]
+    assert later > Rates().prefill_seconds(0, len(ALPHA) // 4)  # whoever is first computes all of it
+
+
 def test_what_waits_learns_of_a_new_life_of_its_engine() -> None:
     core = make()
     timed(core, "1", ALPHA, 0.01)
