@@ -57,13 +57,10 @@ def ordered_by(order: Order) -> Iterator[None]:
         settings: CoreSettings,
         now: float,
         *,
-        capacity: int,
-        served: dict[str, float],
-        idle: Callable[[Waiting], bool],
         price: Callable[[Waiting, bool], Choice | None],
         linger: Callable[[Waiting, Choice], float],
+        **_: object,
     ) -> Pick:
-        del capacity, served, idle
         bound = math.inf if settings.max_wait is None else settings.max_wait
         late = sorted((w for w in waiting if now - w.since >= bound), key=lambda w: w.order)
         for item in late:
