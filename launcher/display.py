@@ -15,6 +15,7 @@ from .process import State
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import TextIO
 
     from rich.status import Status
 
@@ -22,29 +23,27 @@ if TYPE_CHECKING:
     from .logs import Loading, LogLine
 
 
+def plain_console(output: TextIO) -> Console:
+    """One that prints lines as they are."""
+    return Console(file=output, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
 class Display:
     """The :class:`~.supervisor.Watcher` of ``warmslot up``.
 
-    ``quiet`` leaves out all of the engines' log lines but errors. Nothing here raises when the reader of the
-    output has gone.
+    ``quiet`` leaves out all of the engines' log lines but errors.
     """
 
-    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
-        self._console = console or Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    def __init__(self, console: Console, *, quiet: bool = False) -> None:
+        self._console = console
         self._quiet = quiet
-        self._gone = False
         self._loading: dict[str, str] = {}
         self._began: dict[str, float] = {}
         self._status: Status | None = None
 
     def say(self, text: str) -> None:
         """Print a line."""
-        if self._gone:
-            return
-        try:
-            self._console.print(text)
-        except OSError:
-            self._gone = True
+        self._console.print(text)
 
     def close(self) -> None:
         """Take the moving line away."""
@@ -87,7 +86,7 @@ class Display:
             self.say(f"{name}: this engine has no option {flag.name}, left out ({flag.why})")
 
     def _show_loading(self) -> None:
-        if not self._console.is_terminal or self._gone:
+        if not self._console.is_terminal:
             return
         text = "   ".join(f"{name}: {stage} …" for name, stage in self._loading.items())
         if not text:

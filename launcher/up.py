@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import orjson
 import uvicorn
@@ -23,13 +23,14 @@ from warmslot.router.journal import JournalError
 
 from .attendants import Attendants
 from .control import Control, ControlError
-from .display import Display
+from .display import Display, plain_console
 from .engine import EngineError, find_engine
 from .host_memory import MemoryWatch
 from .logfiles import LogFiles
 from .model import ModelError, find_model
 from .operations import Operations
 from .orphans import OwnedError, StateFolder
+from .output import standard_output
 from .process import State
 from .prompt_file import WarmUpError
 from .reloading import Parts, Reloader, manners_for, reload_lines
@@ -66,8 +67,13 @@ def run(config: Config, file: Path, *, port: int | None = None, quiet: bool = Fa
 
     ``port`` replaces ``listen.port``. Raises :class:`StartError`.
     """
-    _log_to_stdout()
-    display = Display(quiet=quiet)
+    with standard_output(sys.stdout) as output:
+        return _run(config, file, output, port=port, quiet=quiet)
+
+
+def _run(config: Config, file: Path, output: TextIO, *, port: int | None, quiet: bool) -> int:
+    _log_to(output)
+    display = Display(plain_console(output), quiet=quiet)
     display.say(f"warmslot {version('warmslot')}")
     launches = _launches(config, display)
     with (
@@ -112,8 +118,8 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _log_to_stdout() -> None:
-    handler = logging.StreamHandler(sys.stdout)
+def _log_to(output: TextIO) -> None:
+    handler = logging.StreamHandler(output)
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("warmslot").setLevel(logging.INFO)
