@@ -42,7 +42,7 @@ async def up(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Running]]]
     for running in runs:
         if running.process.returncode is None:
             running.process.kill()
-            await running.process.wait()
+            await running.process.communicate()  # its end is seen only once all that it printed is read
 
 
 @pytest.fixture
