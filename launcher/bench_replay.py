@@ -35,6 +35,8 @@ _STUDENT: Final = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 _DESCRIBED: Final = re.compile(r"agents(?:=(\d+))?((?:,[a-z]+=\d+)*)")
 _DESCRIBED_KEYS: Final = ("turns", "first", "growth", "output", "conversations", "seed")
 
+_SALTS: Final = tuple(word for word in WORDS if len(word) == len("word"))
+
 
 class ReplayError(Exception):
     """The load or a server is not usable; the message is one line."""
@@ -176,9 +178,12 @@ async def replay(
 
 
 def _salt(number: int, server: Target) -> str:
-    """A few words, equally many everywhere, other ones for each round and server: two may share an engine."""
+    """A few words, other ones for each round and server, since two servers may share an engine.
+
+    They are equally many and equally long everywhere, so that no server has more to read than another.
+    """
     random = Random(f"{number} {server.name} {server.url}")  # noqa: S311  # text, not secrets
-    return " ".join(random.choice(WORDS) for _ in range(8))
+    return " ".join(random.choice(_SALTS) for _ in range(8))
 
 
 # -- what came of it ---------------------------------------------------------------------------------------

@@ -73,6 +73,16 @@ async def test_a_load_is_served_in_its_order_with_as_many_tokens_as_recorded() -
     assert served.reuse > 0.5
 
 
+async def test_every_side_and_round_has_as_much_to_read_and_nothing_in_common() -> None:
+    load = described(agents=1, turns=1, first=60, growth=10, output=3, conversations=1)
+    async with FakeLlamaServer() as fake:
+        targets = [Target(f"server {number}", fake.base_url) for number in range(12)]
+        sides = await replay(load, {}, targets, rounds=2, pace=0, model="m", progress=quiet)
+    prompts = [one.prompt for side in sides for one in side.rounds]
+    assert prompts == prompts[:1] * 24
+    assert complaints(sides) == []
+
+
 async def test_sides_take_turns_and_each_round_begins_cold() -> None:
     load = described(agents=1, turns=1, first=60, growth=10, output=3, conversations=1)
     said: list[str] = []
