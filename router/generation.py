@@ -15,7 +15,7 @@ from .backend import EngineBroke, EngineUnreachable
 from .backends import NoBackendError, StoppingError
 from .client import Client, ClientGoneError
 from .core import QueueFullError
-from .isolation import Tenants
+from .isolation import Tenants, Visit
 from .masks import Treatment
 from .outbox import ClientStalledError, Outbox
 from .quota import Quota
@@ -123,6 +123,11 @@ class Shop:
             for name, value in client.scope["headers"]
             if not name.startswith(_OURS) and not (self.keyed and name in _KEYS)
         ]
+
+    def on_behalf(self, client: Client) -> Headers:
+        """Headers of a call that the router makes itself for a client: its key, where the engine asks."""
+        keys = [pair for pair in self.outgoing(client) if pair[0] in _KEYS]
+        return [*keys, (b"content-type", b"application/json")]
 
 
 @dataclass(slots=True)
@@ -289,11 +294,9 @@ class Attempt:
         self._work = work
         self._reader = TruthReader(lease.request.route, work.outbox is not None)
         self._sent = work.passage.began
-        self._settled = False
-        self._life = self._dispatcher.held()[self._id].life
-        self._tenant = name_of(work.client)
-        self._doubted: dict[int, str] = {}
-        """Owners of slots that this request may touch, as they were before."""
+        self._settled = self._refused = False
+        self._visit: Visit | None = None
+        """Where clients are isolated, from the moment at which the engine may know of this request."""
 
     async def run(self) -> bool:
         """Whether an answer was given; False if nothing was sent and another lease may be tried."""
@@ -301,7 +304,7 @@ class Attempt:
             engine = self._dispatcher.client(self._lease)
             self._dispatcher.sending(self._id)
             if self._shop.isolate:
-                self._doubted = self._shop.tenants.doubt(self._life, self._touches, by=self._tenant)
+                self._visit = Visit(self._shop.tenants, self._dispatcher, self._lease, self._touches)
             await self._prepare(engine)
             self._sent = time.monotonic()
             async with engine.open(
@@ -343,12 +346,12 @@ class Attempt:
     @property
     def _fresh(self) -> bool:
         """Whether nothing in the slot may be reused: another client's prefix would show in the time taken."""
-        if not self._shop.isolate:
+        if self._visit is None:
             return False
         if self._touches is None:
             return True
         expected = self._work.slot is not None or self._lease.predicted_tokens > 0
-        return not (expected and self._shop.tenants.owns(self._tenant, self._life, self._slot))
+        return not (expected and self._visit.owns(self._slot))
 
     @property
     def _touches(self) -> frozenset[int] | None:
@@ -360,9 +363,14 @@ class Attempt:
             frozenset(ref.slot for ref in (lease.slot, *lease.extra_slots)) if lease.request.pinned else None
         )
 
-    def _owns(self) -> dict[int, str]:
-        """Whose text is where now that the engine has answered this request whole."""
-        return {} if self._touches is None else {self._slot: self._tenant}
+    def _claim(self, visit: Visit) -> None:
+        """Say what is certain now that the engine has answered this request whole, or refused it."""
+        if self._touches is None:
+            return  # of several prompts some may have been computed though one was refused
+        if self._refused:
+            visit.filled_only(())
+        else:
+            visit.filled(self._slot)
 
     @property
     def _disturbed(self) -> bool:
@@ -424,10 +432,8 @@ class Attempt:
         if self._settled:
             return
         self._settled = True
-        if self._shop.isolate and outcome.untouched:
-            self._shop.tenants.know(self._life, self._doubted)
-        elif self._shop.isolate and outcome.status is Status.OK:
-            self._shop.tenants.know(self._life, self._owns())
+        if self._visit is not None and (self._refused or outcome.status is Status.OK):
+            self._claim(self._visit)
         self._dispatcher.finish(self._id, outcome)
 
     def _leave(self, status: Status) -> None:
@@ -511,6 +517,7 @@ class Attempt:
             self._work.passage.status = Status.ERROR
             error = reader.error or {}
             refused = 400 <= response.status < 500 or response.status in {501, 503}  # noqa: PLR2004
+            self._refused = refused
             untouched = refused and not self._disturbed
             outcome = Outcome(Status.ERROR, untouched=untouched, engine_error=is_fatal(error))
         rest = b"".join(held) if client.started else self._shown_whole(b"".join(held))

@@ -17,7 +17,7 @@ from . import errors
 from .backend import EngineBroke, EngineError, EngineUnreachable
 from .client import Client
 from .generation import ATTEMPTS, Passage, name_of, priority
-from .isolation import empty
+from .isolation import Visit
 from .outbox import Outbox
 from .prompt import without_mark
 from .values import Outcome, Prompt, Request, Route, Status
@@ -58,6 +58,10 @@ _NO_SLOT = frozenset(
 
 _KNOWN = frozenset({*_ROUTES, *_NO_SLOT})
 """What is passed where unknown routes are refused."""
+
+_UNTRIED = frozenset({401, 403, 404, 405, 501})
+"""Statuses with which an engine says that it does not do this at all. Of several inputs with one that it
+refuses, the others may have been computed."""
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -134,9 +138,8 @@ class Passthrough:
         try:
             engine = dispatcher.client(lease)
             dispatcher.sending(lease.request.id)
-            if self._shop.isolate:
-                await self._keep_apart(engine, work, lease)
-            await self._send(engine, work, lease)
+            visit = await self._keep_apart(engine, work, lease) if self._shop.isolate else None
+            await self._send(engine, work, lease, visit)
         except EngineUnreachable as error:
             if not error.sent:
                 dispatcher.unsent(lease.request.id)
@@ -151,16 +154,25 @@ class Passthrough:
             raise
         return True
 
-    async def _keep_apart(self, engine: EngineClient, work: _Work, lease: Lease) -> None:
+    async def _keep_apart(self, engine: EngineClient, work: _Work, lease: Lease) -> Visit:
         """What follows may run in any slot. Embeddings and rerank compute all of it; others might reuse."""
         shop = self._shop
-        shop.tenants.doubt(shop.dispatcher.held()[lease.request.id].life)
+        visit = Visit(shop.tenants, shop.dispatcher, lease)
         if work.passage.route is Route.OTHER:
-            keys = [
-                pair for pair in shop.outgoing(work.client) if pair[0] in {b"authorization", b"x-api-key"}
-            ]
-            slots = [view.ref.slot for view in shop.dispatcher.slots() if view.ref.backend == engine.name]
-            await empty(shop.dispatcher, engine, [*keys, (b"content-type", b"application/json")], slots)
+            await visit.empty(engine, shop.on_behalf(work.client), visit.strangers())
+        return visit
+
+    async def _is_untouched(
+        self, engine: EngineClient, status: int, lease: Lease, visit: Visit | None
+    ) -> bool:
+        """Whether the slot of the lease is as it was before; if not, all of the engine's are looked at."""
+        if visit is not None and status in _UNTRIED:
+            visit.filled_only(())
+        refused = 400 <= status < 500 or status == 501  # noqa: PLR2004 - status classes
+        if refused and not (visit is not None and lease.slot.slot in visit.emptied):
+            return True
+        await self._look(engine)
+        return False
 
     def _leave(self, lease: Lease, status: Status) -> None:
         """Unless it is finished, only the engine can say when it is over."""
@@ -181,7 +193,9 @@ class Passthrough:
         with contextlib.suppress(EngineBroke, EngineError, EngineUnreachable):
             dispatcher.observed(engine.name, await engine.slots() or [])
 
-    async def _send(self, engine: EngineClient, work: _Work, lease: Lease | None) -> None:
+    async def _send(
+        self, engine: EngineClient, work: _Work, lease: Lease | None, visit: Visit | None = None
+    ) -> None:
         """Relay one exchange; a lease is finished when the answer's last byte has come."""
         shop, client = self._shop, work.client
         method = client.scope["method"]
@@ -209,11 +223,8 @@ class Passthrough:
                     await outbox.flush(broken=True)
                 raise
             if lease is not None:
-                refused = 400 <= response.status < 500 or response.status == 501  # noqa: PLR2004
-                refused = refused and not (shop.isolate and work.passage.route is Route.OTHER)  # emptied
-                if not refused:
-                    await self._look(engine)
-                shop.dispatcher.finish(lease.request.id, Outcome(work.passage.status, untouched=refused))
+                untouched = await self._is_untouched(engine, response.status, lease, visit)
+                shop.dispatcher.finish(lease.request.id, Outcome(work.passage.status, untouched=untouched))
             await outbox.flush()
             await client.end()
 

@@ -184,8 +184,7 @@ class Adapters(_PoolPage):
 
     async def _clear(self, backend: Backend, engine: EngineClient, client: Client) -> None:
         """Leave nothing in the slots that an engine might go on with: it was computed with other adapters."""
-        keys = [pair for pair in self._shop.outgoing(client) if pair[0] in {b"authorization", b"x-api-key"}]
-        headers = [*keys, (b"content-type", b"application/json")]
+        headers = self._shop.on_behalf(client)
         try:
             await empty(self._shop.dispatcher, engine, headers, range(backend.slots))
         except errors.RequestError:

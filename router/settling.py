@@ -128,6 +128,8 @@ class SlotWatch:
         self._timing = timing
         self._clock = clock
         self._changes = [0] * count
+        self.count = count
+        """How many slots the backend has."""
         self._blind = False
         self._wanted = False
         self._pacer = Pacer(self._due, self._look, clock)

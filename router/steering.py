@@ -10,6 +10,7 @@ nothing else does (``ALONE``). Where it really ran is told by the engine's count
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -18,19 +19,20 @@ import orjson
 
 from .backend import EngineBroke, EngineError, EngineUnreachable
 from .generation import Attempt, Generation, Work
-from .isolation import empty, may_hold
+from .isolation import may_hold
 from .stream import BODY_LIMIT, TruthReader
 from .trie import common_blocks
 from .usage import Correction, corrected
 from .values import BLOCK, Outcome, Route, SlotObservation, SlotRef, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Coroutine, Iterable
 
     from .backend import EngineClient
     from .client import Headers
     from .dispatcher import Dispatcher
     from .generation import Shop
+    from .isolation import Visit
     from .values import Lease, Request
 
 _CLEAR = 0.2
@@ -136,39 +138,39 @@ class SteeredAttempt(Attempt):
         self._ran_on: SlotRef | None = None
         self._correction: Correction | None = None
         self._too_long = False
-        self._emptied: frozenset[int] = frozenset()
-        """Slots that were filled with nobody's text."""
 
     async def _prepare(self, engine: EngineClient) -> None:
         """Compute the prompt in the slot of the lease, so that the engine takes this one.
 
-        Where that cannot be done and clients are isolated, no slot may hold what this one must not find.
+        Where clients are isolated, no slot may be taken for what another client has in it.
         """
         if self._way is Way.FORESEEN:
             return
-        headers = [
-            (name, value)
-            for name, value in self._shop.outgoing(self._work.client)
-            if name in {b"authorization", b"x-api-key"}
-        ]
-        headers.append((b"content-type", b"application/json"))
-        if self._work.text is not None:
-            await self._compute(engine, headers, self._work.text)
-        if self._shop.isolate and not self._too_long and (others := self._betraying()):
-            self._emptied = frozenset(others)
-            await empty(self._dispatcher, engine, headers, others)
+        headers, text, visit = self._shop.on_behalf(self._work.client), self._work.text, self._visit
+        if text is not None and visit is None:
+            await self._compute(engine, headers, text)
+        elif text is not None and visit is not None:
+            # In one batch of the engine's: how long it takes must not tell whether there was one to empty.
+            await _all(
+                self._compute(engine, headers, text),
+                visit.empty(engine, headers, self._betraying(visit)),
+            )
+        if visit is not None and self._before is None and not self._too_long:
+            # What the call above computed, if anything, would be told to the client as having been there.
+            own = set() if text is None else {self._lease.slot.slot}
+            self._dispatcher.sending(self._id)
+            await visit.empty(engine, headers, own.union(visit.strangers()))
         # Of another error nothing is told here: the engine answers the request itself with it.
         self._dispatcher.sending(self._id)
 
-    def _betraying(self) -> list[int]:
-        """The slots that would be taken for what other clients have in them."""
-        backend = self._lease.slot.backend
-        if self._before is None:
-            return [view.ref.slot for view in self._dispatcher.slots() if view.ref.backend == backend]
-        certain = self._doubted.keys() | self._shop.tenants.certain(self._life)
-        held = may_hold(self._dispatcher, backend, self._lease.request.prompt, certain)
-        # Of slots that hold all of the prompt the engine takes the lowest.
-        return [slot for slot in held if slot < self._lease.slot.slot]
+    def _betraying(self, visit: Visit) -> list[int]:
+        """The slots that would be taken in place of the one where the prompt is computed.
+
+        Of slots that hold all of a prompt the engine takes the lowest.
+        """
+        slot, prompt = self._lease.slot, self._lease.request.prompt
+        lower = [other for other in visit.strangers() if other < slot.slot]
+        return may_hold(self._dispatcher, slot.backend, prompt, lower, visit.before)
 
     async def _compute(self, engine: EngineClient, headers: Headers, text: str) -> None:
         body = {
@@ -181,7 +183,8 @@ class SteeredAttempt(Attempt):
         }
         reader = TruthReader(Route.COMPLETION, streaming=True)
         async with engine.open("POST", "/completion", headers, orjson.dumps(body)) as response:
-            self._dispatcher.started(self._id)
+            if self._visit is None:  # else it says nothing of what else was sent
+                self._dispatcher.started(self._id)
             async for chunk in response.chunks():
                 reader.feed(chunk)
         self._too_long = (reader.error or {}).get("type") == _TOO_LONG
@@ -192,18 +195,21 @@ class SteeredAttempt(Attempt):
     @property
     def _fresh(self) -> bool:
         """Of the call that computes the prompt, which is pinned."""
-        owned = self._shop.tenants.owns(self._tenant, self._life, self._lease.slot.slot)
-        return self._shop.isolate and not (owned and self._lease.predicted_tokens > 0)
+        visit = self._visit
+        owned = visit is None or visit.owns(self._lease.slot.slot)
+        return visit is not None and not (owned and self._lease.predicted_tokens > 0)
 
     @property
     def _disturbed(self) -> bool:
-        return self._before is not None or bool(self._emptied)
+        emptied = frozenset() if self._visit is None else self._visit.emptied
+        return self._before is not None or self._lease.slot.slot in emptied
 
-    def _owns(self) -> dict[int, str]:
-        if self._before is None or self._ran_on != self._lease.slot:
-            return {}
-        others = {slot: who for slot, who in self._doubted.items() if slot not in self._emptied}
-        return others | {self._lease.slot.slot: self._tenant}
+    def _claim(self, visit: Visit) -> None:
+        filled = {self._lease.slot} if self._before is not None else set()
+        if self._ran_on is not None:
+            filled.add(self._ran_on)
+        if self._ran_on is not None or self._refused:
+            visit.filled_only({ref.slot for ref in filled})
 
     def _body(self) -> bytes:
         """The client's bytes. A build that honours a pin here is told the slot; the others ignore it."""
@@ -293,3 +299,10 @@ class SteeredAttempt(Attempt):
             # It ran somewhere: no slot is credited with it.
             return replace(outcome, cached_tokens=None, processed_tokens=None)
         return replace(outcome, slot=self._ran_on)
+
+
+async def _all(*calls: Coroutine[Any, Any, None]) -> None:
+    """Make calls at once and wait for all of them; raises what the first of them that failed raised."""
+    for failure in await asyncio.gather(*calls, return_exceptions=True):
+        if failure is not None:
+            raise failure

@@ -93,14 +93,111 @@ async def message(service: Service, key: str, text: str) -> int:
     return int(answer.json()["usage"]["cache_read_input_tokens"])
 
 
+def emptied(service: Service) -> list[int]:
+    """The slots that were filled with nobody's text since this was asked last."""
+    calls = [one for one in service.fake.generations() if one.json.get("prompt") == "."]
+    for call in calls:
+        service.fake.requests.remove(call)
+    return sorted(slot for call in calls for slot in call.slots)
+
+
+def taken(service: Service) -> int:
+    """The slot in which the engine served the last request."""
+    return service.fake.generations()[-1].slots[0]
+
+
 async def test_messages_that_cannot_be_rendered() -> None:
     async with isolated() as service:
         service.fake.missing.add("apply-template")
-        for key, text in (("ka", LONG), ("kb", LONG), ("ka", LONG), ("ka", LONG + "and more")):
-            assert await message(service, key, text) <= FIRST
+        for key in ("ka", "kb", "ka"):
+            assert await message(service, key, LONG) <= FIRST
+        # One's own is no secret.
+        assert await message(service, "ka", LONG + "and more") > 100
         # And nobody finds there what a chat left.
         await say(service, "ka", LONG)
         assert await message(service, "kb", LONG) <= FIRST
+
+
+async def test_only_slots_that_may_hold_text_of_others_are_emptied() -> None:
+    """Not those that are empty, those of the client's own, and those that were emptied before."""
+    async with isolated() as service:
+        service.fake.missing.add("apply-template")
+        await message(service, "ka", LONG)
+        first = taken(service)
+        await message(service, "ka", LONG + "and more")
+        assert (taken(service), emptied(service)) == (first, [])
+        await message(service, "kb", LONG)
+        second = taken(service)
+        assert emptied(service) == [first]
+        assert await message(service, "kb", LONG + "and more") > 100
+        assert (taken(service), emptied(service)) == (second, [])
+        talk = await post(service, "ka", "/v1/chat/completions", chat("a talk " + LONG, max_tokens=2))
+        await message(service, "kb", "what is new " + LONG)
+        assert emptied(service) == [int(talk.headers["x-warmslot-slot"])]
+        await message(service, "ka", LONG)
+        assert second in emptied(service)
+        await message(service, "ka", LONG)
+        assert emptied(service) == []
+
+
+@pytest.mark.parametrize("seen", [True, False])
+async def test_what_a_client_left_that_went_is_emptied(seen: bool) -> None:
+    """In a slot that was empty when the engine took it; ``seen``: and the engine says that it is not now."""
+    async with isolated() as service:
+        fake = service.fake
+        fake.missing |= {"apply-template"} if seen else {"apply-template", "slots"}
+        fake.token.hold()
+        going = asyncio.create_task(post(service, "ka", "/v1/messages", chat(LONG, max_tokens=2)))
+        await fake.token.arrived()
+        going.cancel()
+        await service.watcher.until(lambda watcher: watcher.level["m"] == 0)
+        fake.token.release()
+        left = taken(service)
+        assert len(fake.model.slots[left].tokens) > 100
+        assert await message(service, "kb", LONG) <= FIRST
+        assert left in emptied(service)
+
+
+async def test_what_a_client_left_that_went_is_its_own() -> None:
+    """Nobody had anything there before, so the work that was done is found when it asks again."""
+    async with isolated() as service:
+        fake = service.fake
+        fake.missing.add("apply-template")
+        fake.token.hold()
+        going = asyncio.create_task(post(service, "ka", "/v1/messages", chat(LONG, max_tokens=2)))
+        await fake.token.arrived()
+        going.cancel()
+        await service.watcher.until(lambda watcher: watcher.level["m"] == 0)
+        fake.token.release()
+        assert await message(service, "ka", LONG) > 100
+        assert emptied(service) == []
+
+
+async def test_a_slot_that_could_not_be_emptied_is_emptied_later() -> None:
+    async with isolated() as service:
+        await say(service, "ka", LONG)
+        slot = taken(service)
+        service.fake.missing |= {"apply-template", "completion"}
+        assert (await post(service, "kb", "/v1/messages", chat(LONG))).status_code == 501
+        service.fake.missing.remove("completion")
+        assert await message(service, "kb", LONG) <= FIRST
+        assert slot in emptied(service)
+
+
+async def test_the_time_does_not_tell_whether_a_slot_had_to_be_emptied() -> None:
+    """It is emptied while the prompt is computed, not before or after it."""
+    async with isolated() as service:
+        fake = service.fake
+        assert await message(service, "ka", LONG) == 0
+        held, before = taken(service), len(fake.generations())
+        fake.prefill.hold()
+        asking = asyncio.create_task(message(service, "kb", LONG))
+        await fake.until(lambda fake: fake.busy > 1)
+        running = {request.slots[0]: request.json["prompt"] for request in fake.generations()[before:]}
+        assert running.pop(held) == "."
+        assert [LONG in prompt for prompt in running.values()] == [True]
+        fake.prefill.release()
+        assert await asking == 0
 
 
 async def test_messages_whose_prompt_is_not_computed_ahead() -> None:
@@ -220,6 +317,39 @@ async def test_a_route_that_nobody_knows_finds_empty_slots() -> None:
         assert (await say(service, "ka", f"0 {LONG}"))["cache_n"] > 100
 
 
+async def test_a_route_that_nobody_knows_leaves_the_clients_own_alone() -> None:
+    async with isolated() as service:
+        await say(service, "ka", LONG)
+        other = taken(service)
+        await say(service, "kb", LONG)
+        own = taken(service)
+        await post(service, "kb", "/v1/audio/transcriptions", {})
+        assert emptied(service) == [other]
+        await post(service, "kb", "/v1/audio/transcriptions", {})
+        assert emptied(service) == []
+        assert (await say(service, "kb", LONG))["cache_n"] > 100
+        assert taken(service) == own
+        assert (await say(service, "ka", LONG))["cache_n"] == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/audio/transcriptions"])
+async def test_what_the_engine_does_not_do_costs_the_client_that_asks_nothing(path: str) -> None:
+    async with isolated() as service:
+        await say(service, "kb", LONG)
+        assert (await post(service, "kb", path, {"input": "?"})).status_code == 404
+        assert emptied(service) == []
+        assert (await say(service, "kb", LONG))["cache_n"] > 100
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank"])
+async def test_embeddings_that_the_engine_does_not_do_cost_others_nothing(path: str) -> None:
+    async with isolated() as service:
+        await say(service, "ka", LONG)
+        assert (await post(service, "kb", path, {"input": "?"})).status_code == 404
+        assert emptied(service) == []
+        assert (await say(service, "ka", LONG))["cache_n"] > 100
+
+
 async def test_what_cannot_be_kept_apart_is_refused() -> None:
     async with isolated() as service:
         await say(service, "ka", LONG)
@@ -239,11 +369,14 @@ async def test_a_prompt_that_is_too_long_costs_nobody_anything(isolation: bool) 
         assert (await say(service, "ka", LONG))["cache_n"] > 100
 
 
+@pytest.mark.parametrize("rendered", [True, False])
 @pytest.mark.parametrize("slots", [1, 2, 4])
-async def test_many_at_once_find_their_own_alone(slots: int) -> None:
+async def test_many_at_once_find_their_own_alone(slots: int, rendered: bool) -> None:
     """Every way at once, with leaving: no request begins on what was computed for somebody else."""
     rng = random.Random(slots)  # noqa: S311 - repeatable
     async with isolated(slots=slots) as service:
+        if not rendered:
+            service.fake.missing.add("apply-template")
         holders = Holders()
         service.fake.on_launch = holders.launched
 
