@@ -324,9 +324,9 @@ async def test_isolated_tenants_learn_nothing_of_each_others_prompts(
         assert cached == 0
         assert computed > 100
         # Every token was computed, which takes time even on a fast machine; one token would not.
-        _, rest, again = await ask("kb", text)
-        assert rest < computed / 10
-        assert path == "/v1/responses" or seconds > 3 * again
+        repeats = [await ask("kb", text) for _ in range(3)]  # a busy machine may hold up one of them
+        assert max(rest for _, rest, _ in repeats) < computed / 10
+        assert path == "/v1/responses" or seconds > 3 * min(again for _, _, again in repeats)
         # Neither a prompt's beginning nor a new one tells more.
         assert (await ask("kb", text[: len(text) // 2] + unheard))[0] < computed
         assert (await ask("ka", unheard))[1] > 100
