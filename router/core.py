@@ -16,6 +16,7 @@ from . import losses
 from .contract import QueueFullError
 from .host_tier import NOTHING, HostTier
 from .pool_state import Active, Backend, Contents, Pool
+from .rates import passes_of
 from .scheduler import CoreSettings, Waiting
 from .values import Decision, HostMemoryView, Lease, Loss, Report, Route, SlotRef, SlotView, Status
 
@@ -155,14 +156,14 @@ class RouterCore:
             # While this was computed, the others stood still.
             backend.stalled += now - active.lease.granted
             active.decoding_since = now
-            active.crowd, active.stalled = backend.crowd, backend.stalled
+            active.crowd, active.parts, active.stalled = backend.crowd, backend.parts, backend.stalled
 
     def finish(self, request_id: str, outcome: Outcome, now: float) -> Report:
         """Take the lease back and learn from what the engine said."""
         active = self._active.pop(request_id)
         backend, lease = active.backend, active.lease
         backend.tick(now)
-        del backend.active[request_id]
+        backend.end(request_id)
         pool = self._pools[backend.pool]
         if outcome.engine_error:
             for other in backend.active.values():
@@ -360,7 +361,7 @@ class RouterCore:
             slot.session = waiting.session
             residency.expect(ref, request.prompt, lease.prompt_tokens)
         self._active[request.id] = active
-        backend.active[request.id] = active
+        backend.begin(request.id, active)
         return lease
 
     @staticmethod
@@ -510,11 +511,18 @@ def _learn_decode(active: Active, outcome: Outcome, now: float) -> None:
     """How fast a request was written, less the time in which it stood still for the prefill of others."""
     backend, since = active.backend, active.decoding_since
     if since is None or now <= since:
-        backend.rates.saw_decode(outcome.output_tokens, outcome.decode_seconds, len(backend.active) + 1)
+        passes = passes_of({*backend.running, active.lease.slot.slot})
+        beside = len(backend.active)
+        backend.rates.saw_decode(outcome.output_tokens, outcome.decode_seconds, beside + 1, passes)
         return
     stalled = min(backend.stalled - active.stalled, 0.9 * outcome.decode_seconds)
-    crowd = (backend.crowd - active.crowd) / (now - since)
-    backend.rates.saw_decode(outcome.output_tokens, outcome.decode_seconds - stalled, crowd)
+    crowd, parts = backend.crowd - active.crowd, backend.parts - active.parts
+    backend.rates.saw_decode(
+        outcome.output_tokens,
+        outcome.decode_seconds - stalled,
+        crowd / (now - since),
+        parts / (now - since),
+    )
 
 
 def _compare(residency: Residency, slot: SlotState, seen: SlotObservation) -> None:

@@ -14,7 +14,7 @@ from . import scheduler
 from .history import History
 from .host_tier import NOTHING, Exchange, Seen
 from .placement import Ask, Demand
-from .rates import Rates
+from .rates import Rates, passes_of, usual_passes
 from .residency import Residency
 from .scheduler import CoreSettings, Pick, Waiting, in_flight_limit
 from .sessions import Sessions
@@ -23,7 +23,7 @@ from .values import BLOCK, Loss, SlotRef
 from .view import View
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from .host_tier import HostTier
     from .residency import Context
@@ -55,20 +55,44 @@ class Backend:
     admit: bool = True
     rates: Rates = field(default_factory=Rates)
     active: dict[str, Active] = field(default_factory=dict)
+    """Changed by :meth:`begin` and :meth:`end` alone."""
+    running: frozenset[int] = frozenset()
+    """The slots that they run on, and in how many ``passes`` a step of all of these is computed."""
+    passes: int = 0
     rollback: float = 1.0
     """Of the tokens that match where a slot must be cut back, the share that the engine reuses: near 0 for
     models whose cache cannot be cut (sliding window, recurrent)."""
     crowd: float = 0.0
-    """Integral over time of how many requests decode."""
+    """Integral over time of how many requests decode; ``parts``: of the passes of a step of theirs."""
+    parts: float = 0.0
     stalled: float = 0.0
     """Seconds so far in which a prompt was computed while others may have decoded."""
     _ticked: float = 0.0
 
     def tick(self, now: float) -> None:
-        """Bring ``crowd`` up to date, before who decodes changes."""
-        decoding = sum(active.decoding_since is not None for active in self.active.values())
-        self.crowd += decoding * (now - self._ticked)
+        """Bring ``crowd`` and ``passes`` up to date, before who decodes changes."""
+        decoding = [active.lease for active in self.active.values() if active.decoding_since is not None]
+        self.crowd += len(decoding) * (now - self._ticked)
+        self.parts += passes_of(_slots(decoding)) * (now - self._ticked)
         self._ticked = now
+
+    def begin(self, request_id: str, active: Active) -> None:
+        """A lease is given out."""
+        self.active[request_id] = active
+        self._recount()
+
+    def end(self, request_id: str) -> None:
+        """It is over."""
+        del self.active[request_id]
+        self._recount()
+
+    def _recount(self) -> None:
+        self.running = frozenset(_slots(active.lease for active in self.active.values()))
+        self.passes = passes_of(self.running)
+
+
+def _slots(leases: Iterable[Lease]) -> Iterator[int]:
+    return (ref.slot for lease in leases for ref in (lease.slot, *lease.extra_slots))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +137,9 @@ class Active:
     """Another prompt was computed between its grant and its first token."""
     decoding_since: float | None = None
     crowd: float = 0.0
+    parts: float = 0.0
     stalled: float = 0.0
-    """The backend's ``crowd`` and ``stalled`` when the decoding began."""
+    """The backend's ``crowd``, ``parts`` and ``stalled`` when the decoding began."""
     carried_tokens: int = 0
     """``held_tokens`` of a slot that was put back from a file and not used since."""
     wiped: bool = False
@@ -389,7 +414,11 @@ class Pool:
             return most
         decode = backend.rates.decode_seconds(self.mean_output)
         reload = backend.rates.prefill_seconds(0, round(self._prompt_tokens))
-        return scheduler.best_level(most, decode, reload, backend.rates.gain)
+
+        def gain(level: float) -> float:
+            return backend.rates.gain(level, usual_passes(level, backend.slots))
+
+        return scheduler.best_level(most, decode, reload, gain)
 
     def has_room(self, backend: Backend) -> bool:
         """Whether a backend may take one more request at all."""
@@ -409,7 +438,8 @@ class Pool:
         most = active.lease.request.max_output_tokens
         if most is not None:
             output = min(output, most)
-        seconds = active.backend.rates.decode_seconds(output, len(active.backend.active))
+        backend = active.backend
+        seconds = backend.rates.decode_seconds(output, len(backend.active), backend.passes)
         since = active.decoding_since
         return seconds if since is None else max(seconds / 4, seconds - (now - since))
 

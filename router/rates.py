@@ -2,11 +2,19 @@
 
 Pure. Prefill slows down with position because each token attends to all before it, so the unit is the
 marginal rate of a 4k block; a request's prefill is the sum over the blocks that it really computes.
+
+Where each slot has a key-value cache of its own (``--no-kv-unified``), llama-server computes in one pass only
+slots whose numbers follow one another: answers on the slots 0, 1, 2 take one pass over the weights a step,
+those on 0, 2, 4 take three. So a step has two sizes: how many answers, and how many passes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 BLOCK_TOKENS = 4096
 """Width of one position block of the prefill curve, in tokens."""
@@ -59,45 +67,80 @@ class _Mean:
         return self.seconds / self.tokens if self.tokens > 0 else None
 
 
+def passes_of(slots: Iterable[int]) -> int:
+    """Into how many passes an engine without a unified cache divides a step of the answers on these slots."""
+    taken = set(slots)
+    return sum(slot - 1 not in taken for slot in taken)
+
+
+def usual_passes(busy: float, slots: int) -> float:
+    """Passes of a step of ``busy`` answers that lie anywhere among ``slots`` slots, on average."""
+    return max(1.0, busy * (slots - busy + 1) / slots)
+
+
+class _Line(NamedTuple):
+    """Seconds of a step: ``alone + more * (busy - 1) + split * (passes - 1)``."""
+
+    alone: float
+    more: float
+    split: float
+
+
 @dataclass(slots=True)
 class _Steps:
-    """The time of a decoding step, ``alone + more * (busy - 1)``, by weighted least squares that forgets.
+    """The time of a decoding step, by weighted least squares that forget.
 
-    Reading the weights is the same for all requests of a step, the rest grows with each: so a line, which
-    also says what a level not seen yet would do. Until two levels were seen, the slope is the usual one.
+    Reading the weights is the same for all answers of a pass, the rest grows with each: so a line in both,
+    which also says what a level not seen yet would do. Until two levels were seen, the slope over the answers
+    is the usual one; passes are taken to cost nothing until they were seen to.
     """
 
     weight: float = 0.0
     level: float = 0.0
-    level_squared: float = 0.0
+    parts: float = 0.0
     seconds: float = 0.0
-    product: float = 0.0
+    level_level: float = 0.0
+    level_parts: float = 0.0
+    parts_parts: float = 0.0
+    level_seconds: float = 0.0
+    parts_seconds: float = 0.0
 
-    def add(self, busy: float, seconds: float, tokens: float) -> None:
+    def add(self, busy: float, passes: float, seconds: float, tokens: float) -> None:
         keep = max(0.0, 1.0 - tokens / _MEMORY)
-        beside = busy - 1.0
+        level, parts = busy - 1.0, passes - 1.0
         self.weight = self.weight * keep + tokens
-        self.level = self.level * keep + tokens * beside
-        self.level_squared = self.level_squared * keep + tokens * beside * beside
+        self.level = self.level * keep + tokens * level
+        self.parts = self.parts * keep + tokens * parts
         self.seconds = self.seconds * keep + tokens * seconds
-        self.product = self.product * keep + tokens * beside * seconds
+        self.level_level = self.level_level * keep + tokens * level * level
+        self.level_parts = self.level_parts * keep + tokens * level * parts
+        self.parts_parts = self.parts_parts * keep + tokens * parts * parts
+        self.level_seconds = self.level_seconds * keep + tokens * level * seconds
+        self.parts_seconds = self.parts_seconds * keep + tokens * parts * seconds
 
-    def at(self, busy: float) -> float:
-        alone, more = self._line()
-        return alone + more * (busy - 1.0)
+    def at(self, busy: float, passes: float) -> float:
+        line = self.line()
+        return line.alone + line.more * (busy - 1.0) + line.split * (passes - 1.0)
 
-    def _line(self) -> tuple[float, float]:
+    def line(self) -> _Line:
         if self.weight <= 0:
-            return DECODE_PRIOR, DECODE_PRIOR * _SHARING_PRIOR
-        level, seconds = self.level / self.weight, self.seconds / self.weight
-        spread = self.level_squared / self.weight - level * level
-        # The prior slope stands for a few observations one level apart, so that one odd answer moves little.
-        usual = _SHARING_PRIOR * seconds / (1.0 + _SHARING_PRIOR * level)
-        tilt = self.product / self.weight - level * seconds
+            return _Line(DECODE_PRIOR, DECODE_PRIOR * _SHARING_PRIOR, 0.0)
+        level, parts = self.level / self.weight, self.parts / self.weight
+        seconds = self.seconds / self.weight
+        # The priors stand for a few observations one level apart, so that one odd answer moves little.
         held = _PRIOR_TOKENS / (self.weight + _PRIOR_TOKENS)
-        more = (tilt + held * usual) / (spread + held)
-        more = min(max(more, 0.0), seconds / (1.0 + level))
-        return max(seconds - more * level, seconds / (1.0 + level)), more
+        usual = _SHARING_PRIOR * seconds / (1.0 + _SHARING_PRIOR * level)
+        wide = self.level_level / self.weight - level * level + held
+        deep = self.parts_parts / self.weight - parts * parts + held
+        both = self.level_parts / self.weight - level * parts
+        by_level = self.level_seconds / self.weight - level * seconds + held * usual
+        by_parts = self.parts_seconds / self.weight - parts * seconds
+        # Neither an answer nor a pass more costs more than a step alone.
+        split = (by_parts * wide - by_level * both) / (wide * deep - both * both)
+        split = min(max(split, 0.0), seconds / (1.0 + parts))
+        most = (seconds - split * parts) / (1.0 + level)
+        more = min(max((by_level - both * split) / wide, 0.0), most)
+        return _Line(seconds - more * level - split * parts, more, split)
 
 
 @dataclass(slots=True)
@@ -165,17 +208,22 @@ class Rates:
         else:
             self._before += (max(0.0, seconds) - self._before) * (_COPY_PULL if self._before else 1.0)
 
-    def step_seconds(self, busy: float) -> float:
-        """Seconds that one decoding step takes, a token for each of ``busy`` requests."""
-        return self._steps.at(max(1.0, busy))
+    def step_seconds(self, busy: float, passes: float = 1) -> float:
+        """Seconds that one decoding step takes, a token for each of ``busy`` requests, in so many passes."""
+        return self._steps.at(max(1.0, busy), max(1.0, passes))
 
-    def gain(self, busy: float) -> float:
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds that each further pass of a step costs; 0 where all answers share one."""
+        return self._steps.line().split
+
+    def gain(self, busy: float, passes: float = 1) -> float:
         """Tokens per second with ``busy`` requests decoding, in units of what one has alone."""
-        return max(1.0, busy) * self.step_seconds(1) / self.step_seconds(busy)
+        return max(1.0, busy) * self.step_seconds(1) / self.step_seconds(busy, passes)
 
-    def decode_seconds(self, tokens: float, busy: float = 1) -> float:
+    def decode_seconds(self, tokens: float, busy: float = 1, passes: float = 1) -> float:
         """Seconds to generate ``tokens`` for each of ``busy`` requests that decode at once."""
-        return tokens * self.step_seconds(busy)
+        return tokens * self.step_seconds(busy, passes)
 
     def saw_prefill(self, start: int, end: int, seconds: float) -> None:
         """A request computed prompt tokens ``[start, end)`` in ``seconds``.
@@ -201,15 +249,16 @@ class Rates:
             start = stop
         self._curve.clear()
 
-    def saw_decode(self, tokens: int, seconds: float, busy: float = 1) -> None:
-        """A request generated ``tokens`` in ``seconds`` while ``busy`` requests decoded, on average.
+    def saw_decode(self, tokens: int, seconds: float, busy: float = 1, passes: float = 1) -> None:
+        """A request generated ``tokens`` in ``seconds``.
 
-        Time in which it stood still for the prefill of others does not belong to ``seconds``.
+        ``busy`` requests decoded meanwhile, in ``passes`` passes a step, on average. Time in which it stood
+        still for the prefill of others does not belong to ``seconds``.
         """
         if tokens <= 0 or seconds <= 0:
             return
-        step = seconds / tokens
+        busy, passes, step = max(1.0, busy), max(1.0, passes), seconds / tokens
         if self._steps.weight > 0:
-            expected = self.step_seconds(busy)
+            expected = self.step_seconds(busy, passes)
             step = min(max(step, expected / _MOST_AT_ONCE), expected * _MOST_AT_ONCE)
-        self._steps.add(max(1.0, busy), step, tokens)
+        self._steps.add(busy, passes, step, tokens)

@@ -41,7 +41,7 @@ class View:
         self._backlog = {
             name: self._held_up(backend) for name, backend in pool.backends.items() if self._room[name]
         }
-        """Seconds that one more request would lose on each backend by what runs there."""
+        """Seconds that one more request would lose on each backend by what runs there, passes apart."""
         self._idle = {
             ref for ref, slot in pool.residency.slots.items() if slot.idle and self._room[ref.backend]
         }
@@ -67,7 +67,7 @@ class View:
             match = tokens.get(ref, 0)
             idle = ref in self._idle and self._fits(waiting.request, ref.backend)
             if idle and patient:
-                idle = self._worth_it(waiting, ref.backend, match)
+                idle = self._worth_it(waiting, ref, match)
             facts = self._facts(ref)
             swap = self._swap(waiting, ref, match) if waiting.host else NO_SWAP
             copying = facts.rates.copy_seconds(swap.moved) if swap.moved else 0.0
@@ -153,7 +153,7 @@ class View:
             demands=demands
             if len(demands) <= _MOST_DEMANDS
             else heapq.nlargest(_MOST_DEMANDS, demands, _size),
-            busy_seconds=self._backlog.get(ref.backend, 0.0)
+            busy_seconds=self._beside(backend, ref)
             if slot.request is None
             else self._wait(backend, slot.request),
         )
@@ -165,13 +165,13 @@ class View:
             return False
         return request.slots == 1 or len(pool.idle_slots(backend)) >= request.slots
 
-    def _worth_it(self, waiting: Waiting, name: str, match: int) -> bool:
+    def _worth_it(self, waiting: Waiting, ref: SlotRef, match: int) -> bool:
         """Whether a request should start beside those that run, whose decoding its prefill holds up.
 
         It costs its prefill, and wins what decoding together saves over decoding one after the other.
         """
         pool = self._pool
-        backend = pool.backends[name]
+        backend = pool.backends[ref.backend]
         running = len(backend.active)
         if not running or pool.settings.in_flight != "pair":
             return True
@@ -180,8 +180,20 @@ class View:
             waiting.decode_seconds,
             sum(pool.decode_left(active, self._now) for active in backend.active.values()) / running,
         )
-        gain = backend.rates.gain
-        return prefill <= overlap * (1.0 - gain(running) / gain(running + 1))
+        before = backend.rates.gain(running, backend.passes)
+        after = backend.rates.gain(running + 1, backend.passes + _further_passes(backend, ref))
+        return prefill <= overlap * (1.0 - before / after)
+
+    def _beside(self, backend: Backend, ref: SlotRef) -> float:
+        """Seconds that a request on an idle slot would lose by what runs there.
+
+        Who runs where has changed by the time that the first of them is over.
+        """
+        if not backend.active or ref.backend not in self._backlog:
+            return 0.0
+        steps = self._pool.mean_output / (len(backend.active) + 1)
+        passes = steps * backend.rates.pass_seconds * _further_passes(backend, ref)
+        return self._backlog[ref.backend] + passes
 
     def _wait(self, backend: Backend, request_id: str) -> float:
         """Expected seconds until a running request leaves its slot."""
@@ -194,4 +206,10 @@ class View:
         """The engine computes one prompt after the other, and decoding is slower for each that shares it."""
         prefill = sum(self._pool.prefill_left(active, self._now) for active in backend.active.values())
         output, rates = self._pool.mean_output, backend.rates
-        return prefill + rates.decode_seconds(output, len(backend.active) + 1) - rates.decode_seconds(output)
+        together = rates.decode_seconds(output, len(backend.active) + 1, backend.passes)
+        return prefill + together - rates.decode_seconds(output)
+
+
+def _further_passes(backend: Backend, ref: SlotRef) -> int:
+    """How many passes more a step takes once this idle slot decodes as well: from -1 to 1."""
+    return 1 - (ref.slot - 1 in backend.running) - (ref.slot + 1 in backend.running)
