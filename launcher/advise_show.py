@@ -71,12 +71,13 @@ def _rates(advice: Advice) -> str:
     speeds = advice.speeds
     levels = ", ".join(f"{level} at once {speeds.decode[level]:.1f}" for level in sorted(speeds.seen)[:6])
     copies = f"; {1 / speeds.copy:,.0f} to host memory and back" if speeds.copy else ""
+    split = f" ({speeds.split * 1000:.1f} ms for each further pass of a step)" if speeds.split else ""
     first = speeds.prefill_seconds(0, 1024)
     there = advice.load.longest
     late = speeds.prefill_seconds(max(0, there - 1024), there)
     return (
         f"Measured rates in tokens/s: prefill {1024 / first if first else 0:,.0f} at the beginning, "
-        f"{1024 / late if late else 0:,.0f} at {there:,}; decode {levels}{copies}; "
+        f"{1024 / late if late else 0:,.0f} at {there:,}; decode {levels}{split}{copies}; "
         f"{speeds.overhead * 1000:.0f} ms more a request, {speeds.start * 1000:.0f} ms a prefill."
         + _drafts(advice)
     )
@@ -259,6 +260,7 @@ def as_json(advice: Advice, memory: Memory | None = None) -> dict[str, Any]:
         },
         "rates": {
             "decode_tokens_per_second": {str(n): advice.speeds.decode[n] for n in sorted(advice.speeds.seen)},
+            "further_pass_seconds": advice.speeds.split,
             "overhead_seconds": advice.speeds.overhead,
             "prefill_start_seconds": advice.speeds.start,
             "copy_seconds_per_token": advice.speeds.copy or None,

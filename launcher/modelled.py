@@ -3,7 +3,8 @@
 Its rules are llama-server's: a slot holds prompt and answer, the longest common prefix is reused, at least
 one prompt token is computed. Each step computes a token for every answer, or a batch that is filled with
 prompts in the order of their slots, and a token for every answer as well; what comes meanwhile waits for the
-next step. What decides is the code that really routes.
+next step. A step of answers takes one pass for each run of slots whose numbers follow one another. What
+decides is the code that really routes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from math import floor
 from typing import TYPE_CHECKING, Final, Protocol
 
 from warmslot.router.host_tier import NOTHING, Exchange, HostTier
+from warmslot.router.rates import passes_of
 from warmslot.router.residency import Context
 from warmslot.router.trie import PrefixTrie
 
@@ -134,10 +136,11 @@ class _Step:
 class Running:
     """What goes on at once on a modelled engine.
 
-    ``decode_rate(n)``: tokens per second of ``n`` together. ``batch``: prompt tokens of one batch at most.
+    ``decode_rate(n, passes)``: tokens per second of ``n`` answers together, in so many passes a step.
+    ``batch``: prompt tokens of one batch at most.
     """
 
-    def __init__(self, decode_rate: Callable[[int], float], batch: int) -> None:
+    def __init__(self, decode_rate: Callable[[int, int], float], batch: int) -> None:
         self._decode_rate, self._batch = decode_rate, batch
         self._step: _Step | None = None
         self.work: dict[str, Work] = {}
@@ -212,7 +215,9 @@ class Running:
         if self._step is not None:
             return 0.0
         _, answers = self._ready()
-        return self._decode_rate(len(answers)) / len(answers) if answers else 0.0
+        if not answers:
+            return 0.0
+        return self._decode_rate(len(answers), passes_of(work.slot for work in answers)) / len(answers)
 
     def _lefts(self) -> Iterator[float]:
         rate = self._rate()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from warmslot.router.rates import passes_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -24,6 +26,7 @@ class Span(NamedTuple):
     end: float
     seconds: float
     """Of the prefill as the engine told; by its times it may be less, as it cannot begin before its grant."""
+    slot: int
 
     @classmethod
     def of(cls, record: Record) -> Span:
@@ -31,7 +34,7 @@ class Span(NamedTuple):
         end = record.time + record.ended
         decoding = end - record.decode_seconds
         begin = min(decoding, max(decoding - record.prefill_seconds, record.time + record.granted))
-        return cls(record.backend, begin, decoding, end, record.prefill_seconds)
+        return cls(record.backend, begin, decoding, end, record.prefill_seconds, record.slot)
 
 
 def prefill_seconds(spans: Sequence[Span], tokens: Sequence[int]) -> list[float]:
@@ -57,7 +60,7 @@ def _crowds(spans: Sequence[Span]) -> list[list[int]]:
     crowds: list[list[int]] = []
     where, until = "", 0.0
     for index in sorted(range(len(spans)), key=lambda index: spans[index]):
-        backend, begin, end, _, _ = spans[index]
+        backend, begin, end, *_ = spans[index]
         if crowds and backend == where and begin < until:
             crowds[-1].append(index)
             until = max(until, end)
@@ -67,24 +70,33 @@ def _crowds(spans: Sequence[Span]) -> list[list[int]]:
     return crowds
 
 
-def undisturbed(spans: Sequence[Span]) -> list[dict[int, float]]:
+class Together(NamedTuple):
+    """What a decoding step is made of: answers, and the passes that the engine computes it in."""
+
+    answers: int
+    passes: int
+
+
+def undisturbed(spans: Sequence[Span]) -> list[dict[Together, float]]:
     """For each span, the seconds in which so many decoded on its backend and no prompt was computed."""
-    spent: list[dict[int, float]] = [{} for _ in spans]
+    spent: list[dict[Together, float]] = [{} for _ in spans]
     for backend in {span.backend for span in spans}:
         events: list[tuple[float, int, int]] = []
-        for index, (where, prefill, decoding, end, _) in enumerate(spans):
-            if where == backend:
+        for index, span in enumerate(spans):
+            if span.backend == backend:
                 # -1 - index: its prefill; index: its decoding. Ends come before beginnings.
-                events += [(prefill, 1, -1 - index), (decoding, 0, -1 - index)] * (decoding > prefill)
+                begin, decoding, end = span.prefill, span.decoding, span.end
+                events += [(begin, 1, -1 - index), (decoding, 0, -1 - index)] * (decoding > begin)
                 events += [(decoding, 1, index), (end, 0, index)] * (end > decoding)
         at, going = 0.0, set[int]()
         for now, begins, which in sorted(events):
-            if going and min(going) >= 0:
+            if now > at and going and min(going) >= 0:
+                step = Together(len(going), passes_of(spans[one].slot for one in going))
                 for one in going:
-                    spent[one][len(going)] = spent[one].get(len(going), 0.0) + now - at
+                    spent[one][step] = spent[one].get(step, 0.0) + now - at
             at = now
             if begins:
                 going.add(which)
             else:
                 going.discard(which)
-    return [{level: time for level, time in one.items() if time > 0} for one in spent]
+    return spent

@@ -31,6 +31,7 @@ class Speed:
     """The modelled engine's rates in tokens per second.
 
     ``gain``: what each further decoding request adds to the total rate, as a share of one that decodes alone.
+    ``split``: what each further pass of a step costs, as a share of a step of one; 0 = all share one pass.
     ``halving``: prompt position at which the prefill rate has fallen to half; 0 = the rate is constant.
     ``copy``: at which contexts are saved to host memory and loaded from it; 0 = in no time.
     """
@@ -41,14 +42,16 @@ class Speed:
     batch: int = 2048
     halving: float = 0.0
     copy: float = 0.0
+    split: float = 0.0
 
     def copy_seconds(self, tokens: int) -> float:
         """Seconds to copy so many tokens to host memory or back."""
         return tokens / self.copy if self.copy > 0 else 0.0
 
-    def decode_rate(self, busy: int) -> float:
-        """Tokens per second of ``busy`` requests together."""
-        return self.decode * (1 + self.gain * (busy - 1))
+    def decode_rate(self, busy: int, passes: int) -> float:
+        """Tokens per second of ``busy`` requests together, in so many passes a step."""
+        step = busy / (1 + self.gain * (busy - 1)) + self.split * (passes - 1)
+        return self.decode * busy / step
 
     def prefill_seconds(self, start: float, end: float) -> float:
         """Seconds to compute prompt tokens ``[start, end)`` with nothing else running."""

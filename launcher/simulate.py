@@ -228,6 +228,14 @@ def simulate(  # noqa: PLR0917  # one parameter for each option of the command
     gain: Annotated[
         float, typer.Option(help="What each further decoding request adds to the total rate.")
     ] = 0.7,
+    split: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="What each further pass of a decoding step costs, as a share of a step of one request: "
+            "without --kv-unified, slots whose numbers do not follow one another take one each. 0 = nothing.",
+        ),
+    ] = 0.0,
     halving: Annotated[
         float, typer.Option(help="Position in tokens at which prefill is half as fast; 0 = never.")
     ] = 0.0,
@@ -254,7 +262,7 @@ def simulate(  # noqa: PLR0917  # one parameter for each option of the command
     (flight,) = _choices(in_flight, ("serialize", "pair", "slots", "auto"), "--in-flight")[:1]
     (begins,) = _choices(order, get_args(Order), "--order")[:1]
     names = _choices(policies, POLICIES, "--policies")
-    speed = Speed(gain=gain, halving=halving, copy=copy)
+    speed = Speed(gain=gain, halving=halving, copy=copy, split=split)
     host = HostMemory(cache_ram * _MIB, token_bytes) if cache_ram else None
     try:
         loaded = [load(path, cast("Order", begins)) for path in traces]

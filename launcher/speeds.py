@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from .modelled import Engine, content
-from .overlap import Span, prefill_seconds, undisturbed
+from .overlap import Span, Together, prefill_seconds, undisturbed
 from .summary import PrefillCurve
 
 if TYPE_CHECKING:
@@ -54,14 +54,18 @@ class Speeds:
     """Seconds that any prefill takes, however few its tokens are."""
     copy: float = 0.0
     """Seconds to move a token's context to host memory or back."""
+    split: float = 0.0
+    """Seconds that each further pass of a step costs; ``decode`` is of steps in one pass."""
 
     def prefill_seconds(self, start: int, end: int) -> float:
         """Seconds to compute prompt tokens ``[start, end)`` alone."""
         return self.start + self.prefill.seconds(start, end) if end > start else 0.0
 
-    def decode_rate(self, busy: int) -> float:
-        """Tokens per second of all together."""
-        return self.decode[min(max(1, busy), _MOST)]
+    def decode_rate(self, busy: int, passes: int = 1) -> float:
+        """Tokens per second of all together, in so many passes a step."""
+        busy = max(1, busy)
+        rate = self.decode[min(busy, _MOST)]
+        return rate / (1 + self.split * (passes - 1) * rate / busy)
 
 
 def speeds_of(records: Sequence[Record]) -> Speeds | None:
@@ -69,11 +73,11 @@ def speeds_of(records: Sequence[Record]) -> Speeds | None:
     prefills = _prefills(
         [one for one in records if one.cached_tokens is not None and one.prefill_seconds > 0]
     )
-    rates, seen = _decode(records)
+    rates, seen, split = _decode(records)
     if not prefills or not rates:
         return None
     start, curve = _start_and_curve(prefills)
-    return Speeds(curve, rates, _overhead(records), seen, start=start)
+    return Speeds(curve, rates, _overhead(records), seen, start=start, split=split)
 
 
 def copy_of(records: Sequence[Record], slots: int, host: HostMemory) -> float | None:
@@ -132,27 +136,58 @@ def _start_and_curve(prefills: Sequence[tuple[int, int, float]]) -> tuple[float,
     return start, curve
 
 
-def _decode(records: Sequence[Record]) -> tuple[dict[int, float], set[int]]:
-    """Rates by level from the times in which nothing was prefilled."""
-    tokens: dict[int, float] = {}
-    seconds: dict[int, float] = {}
+def _decode(records: Sequence[Record]) -> tuple[dict[int, float], set[int], float]:
+    """Rates by level where steps take one pass, which levels were seen, and what a further pass costs.
+
+    From the times in which no prompt was computed.
+    """
+    tokens: dict[Together, float] = {}
+    seconds: dict[Together, float] = {}
     usable = [one for one in records if one.decode_seconds > 0 and one.output_tokens > 1]
     for one, spent in zip(records, undisturbed([Span.of(one) for one in records]), strict=True):
         if one.output_tokens <= 1:
             continue
         whole = sum(spent.values())
-        for level, time in spent.items():
-            tokens[level] = tokens.get(level, 0.0) + (one.output_tokens - 1) * time / whole
-            seconds[level] = seconds.get(level, 0.0) + time / level
+        for step, time in spent.items():
+            tokens[step] = tokens.get(step, 0.0) + (one.output_tokens - 1) * time / whole
+            seconds[step] = seconds.get(step, 0.0) + time / step.answers
     if not tokens:  # never a moment without a prefill: take the whole times
+        alone = Together(1, 1)
         for one in usable:
-            tokens[1] = tokens.get(1, 0.0) + one.output_tokens - 1
-            seconds[1] = seconds.get(1, 0.0) + one.decode_seconds
-    known = {level: tokens[level] / seconds[level] for level in tokens if seconds[level] >= _SECONDS}
-    if not known and tokens:
-        level = max(seconds, key=lambda one: seconds[one])
-        known = {level: tokens[level] / seconds[level]}
-    return _filled(known), set(known)
+            tokens[alone] = tokens.get(alone, 0.0) + one.output_tokens - 1
+            seconds[alone] = seconds.get(alone, 0.0) + one.decode_seconds
+    split = _split(tokens, seconds)
+    count: dict[int, float] = {}
+    spared: dict[int, float] = {}
+    """Of each level: tokens, and the seconds that they would have taken in one pass a step."""
+    for step, some in tokens.items():
+        further = split * (step.passes - 1) * some / step.answers
+        count[step.answers] = count.get(step.answers, 0.0) + some
+        spared[step.answers] = spared.get(step.answers, 0.0) + seconds[step] - further
+    known = {level: some / spared[level] for level, some in count.items() if spared[level] >= _SECONDS}
+    if not known and count:
+        level = max(spared, key=lambda one: spared[one])
+        known = {level: count[level] / spared[level]}
+    return _filled(known), set(known), split
+
+
+def _split(tokens: dict[Together, float], seconds: dict[Together, float]) -> float:
+    """Seconds that a further pass of a step costs: how steps of equally many answers differ.
+
+    No more than the cheapest step takes, which is a pass too; 0 where no two could be compared.
+    """
+    steps = {step: tokens[step] / step.answers for step in tokens if seconds[step] >= _SECONDS}
+    each = {step: seconds[step] / steps[step] for step in steps}
+    above = below = 0.0
+    for level in {step.answers for step in steps}:
+        same = [step for step in steps if step.answers == level]
+        weight = sum(steps[step] for step in same)
+        passes = sum(steps[step] * step.passes for step in same) / weight
+        usual = sum(steps[step] * each[step] for step in same) / weight
+        above += sum(steps[step] * (step.passes - passes) * (each[step] - usual) for step in same)
+        below += sum(steps[step] * (step.passes - passes) ** 2 for step in same)
+    cheapest = min((each[step] / step.passes for step in steps), default=0.0)
+    return min(max(above / below, 0.0), cheapest) if below else 0.0
 
 
 def _filled(known: dict[int, float]) -> dict[int, float]:

@@ -299,9 +299,9 @@ class Gatherer:
         seconds = dict.fromkeys(LEVEL_NAMES, 0.0)
         for (_, output), levels in zip(self._answers, spent, strict=True):
             whole = sum(levels.values())
-            for level, time in levels.items() if output else ():
-                tokens[level_name(level)] += output * time / whole
-                seconds[level_name(level)] += time / level
+            for step, time in levels.items() if output else ():
+                tokens[level_name(step.answers)] += output * time / whole
+                seconds[level_name(step.answers)] += time / step.answers
         for name in LEVEL_NAMES:
             if tokens[name] > 0:
                 yield Level(name, seconds[name], tokens[name])

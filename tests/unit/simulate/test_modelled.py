@@ -7,8 +7,8 @@ from warmslot.launcher.modelled import Running, Work
 
 
 def running(batch: int = 2048) -> Running:
-    """Decodes 10 tokens/s alone, and 5 more with each further answer."""
-    return Running(lambda busy: 10.0 + 5.0 * (busy - 1), batch)
+    """Decodes 10 tokens/s alone, and 5 more with each further answer; a step takes its passes in turn."""
+    return Running(lambda busy, passes: (10.0 + 5.0 * (busy - 1)) / passes, batch)
 
 
 def prompt(slot: int, tokens: int, decode: float = 4.0, setup: float = 0.0) -> Work:
@@ -70,3 +70,12 @@ def test_a_token_that_was_begun_is_finished_before_a_prompt_is_computed() -> Non
     engine.work |= {"late": prompt(2, 500, setup=0.15)}
     # Tokens come every 1/7.5 s: the second is under way when the late one comes, and ends both.
     assert events(engine, 2) == [(2 / 7.5, [], ["a", "b"]), (2 / 7.5 + 5.0, ["late"], [])]
+
+
+@pytest.mark.parametrize(("slots", "seconds"), [((0, 1, 2), 0.6), ((0, 1, 3), 1.2), ((4, 0, 2), 1.8)])
+def test_slots_that_do_not_follow_one_another_take_passes_of_their_own(
+    slots: tuple[int, ...], seconds: float
+) -> None:
+    engine = running()
+    engine.work |= {str(slot): Work(slot, 0.0, 0, 4.0) for slot in slots}
+    assert engine.until_next() == pytest.approx(seconds)
