@@ -76,17 +76,18 @@ class Operations:
             "config": None if self._file is None else str(self._file.absolute()),
             "stopping": self._dispatcher.stopping,
             "pools": [
-                {"name": pool, "queued": self._dispatcher.queued(pool)} for pool in self._dispatcher.pools
+                {"name": pool, "queued": self._dispatcher.queued(pool)}
+                for pool in self._dispatcher.fleet.pools
             ],
             "backends": [
                 self._backend(pool, backend.name, launched.get(backend.name))
-                for pool, backends in self._dispatcher.pools.items()
+                for pool, backends in self._dispatcher.fleet.pools.items()
                 for backend in backends
             ],
         }
 
     def _backend(self, pool: str, name: str, status: BackendStatus | None) -> dict[str, Any]:
-        known = self._dispatcher.backend(name)
+        known = self._dispatcher.fleet.backend(name)
         slots = [slot for slot in self._dispatcher.slots() if slot.ref.backend == name]
         shown: dict[str, Any] = {
             "name": name,

@@ -75,7 +75,7 @@ class ProgressWatch:
         what = "does not answer" if signs is None else "is busy without progress"
         reason = f"wedged: the engine {what} for {self._timeout:g} s ({diagnosis(pid)})"
         log.warning("%s: %s; its requests are cancelled", self._name, reason)
-        backend = self._dispatcher.backend(self._name)
+        backend = self._dispatcher.fleet.backend(self._name)
         if backend is not None and backend.client is not None:
             await backend.client.aclose()
         await asyncio.sleep(self._timeout * _SECOND_CHANCE)

@@ -106,7 +106,7 @@ class Reloader:
     async def _apply(self, target: Config, engines: Mapping[str, Engine], came: Came) -> None:
         parts = self._parts
         wanted = {backend.name: (pool.name, backend) for pool in target.pools for backend in pool.backends}
-        there = {one.name: pool for pool, ones in parts.router.dispatcher.pools.items() for one in ones}
+        there = {one.name: pool for pool, ones in parts.router.dispatcher.fleet.pools.items() for one in ones}
         replaced = [name for name in there if name in wanted and self._is_another(name, *wanted[name])]
         parts.router.reconfigure(target)
         parts.warm_up.configure(prompts_of(target), learned_of(target))
@@ -125,7 +125,7 @@ class Reloader:
 
     def _is_another(self, name: str, pool: str, backend: Backend) -> bool:
         """Whether a backend only shares its name with the one that is there: no restart makes it that one."""
-        known = self._parts.router.dispatcher.backend(name)
+        known = self._parts.router.dispatcher.fleet.backend(name)
         old = _backend(self.config, name)
         if known is None or old is None or known.pool != pool:
             return True
@@ -154,7 +154,7 @@ class Reloader:
 
     async def _looked_at(self, name: str) -> str | None:
         """Wait until a backend elsewhere was looked at; why it does not serve."""
-        known = self._parts.router.dispatcher.backend(name)
+        known = self._parts.router.dispatcher.fleet.backend(name)
         if known is None:
             return "removed meanwhile"
         await known.looked_at()
@@ -202,7 +202,7 @@ class Reloader:
                 continue
             await self._retire(name)
             came.removed.append(name)
-        for pool in [pool for pool in router.dispatcher.pools if pool not in wanted]:
+        for pool in [pool for pool in router.dispatcher.fleet.pools if pool not in wanted]:
             await router.remove_pool(pool)
         if kept:
             self.config = _with_backends(self.config, kept)
@@ -210,10 +210,10 @@ class Reloader:
     async def _can_go(self, name: str, pool: str, gone: Mapping[str, str]) -> bool:
         """Whether something of the pool that stays serves, or this one does not serve either."""
         dispatcher = self._parts.router.dispatcher
-        known = dispatcher.backend(name)
+        known = dispatcher.fleet.backend(name)
         if known is None or not known.usable:
             return True
-        for other in dispatcher.pools[pool]:
+        for other in dispatcher.fleet.pools[pool]:
             if other.name not in gone and (other.usable or await self._answers(other.name)):
                 return True
         return False
@@ -233,7 +233,7 @@ class Reloader:
         """Let a backend finish what it serves, save what its slots hold, stop it and forget it."""
         parts, dispatcher = self._parts, self._parts.router.dispatcher
         launched = name in parts.supervisor
-        drain = parts.warmth.backend_draining if launched else dispatcher.backend_draining
+        drain = parts.warmth.backend_draining if launched else dispatcher.fleet.backend_draining
         draining = asyncio.create_task(drain(name), name=f"drain {name}")
         try:
             await asyncio.wait({draining}, timeout=manners_for(self.config).drain_timeout)

@@ -48,7 +48,7 @@ _FIRST = asyncio.FIRST_COMPLETED
 
 
 class Listener(Protocol):
-    """Who needs to know which backends serve: the router's dispatcher."""
+    """Who needs to know which backends serve: the router's fleet."""
 
     async def backend_ready(self, name: str, url: str, slots: int, context: int, *, fresh: bool) -> None:
         """A backend serves at ``url`` with ``slots`` slots of ``context`` tokens each.

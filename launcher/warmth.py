@@ -43,7 +43,7 @@ _LEAST = 64
 
 
 class Warmth:
-    """A :class:`~.runner.Listener` in front of the dispatcher. ``launch_of`` tells what runs as a backend.
+    """A :class:`~.runner.Listener` in front of the fleet. ``launch_of`` tells what runs as a backend.
 
     ``on_cold`` gets a pool's name when one of its backends was started anew.
     """
@@ -60,27 +60,27 @@ class Warmth:
         self._folders: dict[str, Folder] = {}
         self._saved: dict[str, set[tuple[int, int]]] = {}
         """What of each backend's slots is in a file already (:func:`_identity`)."""
-        self.log_event: Callable[[str, LogEvent], None] = dispatcher.log_event
+        self.log_event: Callable[[str, LogEvent], None] = dispatcher.fleet.log_event
 
     async def backend_ready(self, name: str, url: str, slots: int, context: int, *, fresh: bool) -> None:
         """A backend serves: what was saved of it is put back first, where it was started anew."""
         restored = await self._restore(name, url, slots, context) if fresh else []
         host = await asyncio.to_thread(cache_of, self._launch_of(name).backend)
-        await self._dispatcher.backend_ready(
+        await self._dispatcher.fleet.backend_ready(
             name, url, slots, context, fresh=fresh, restored=restored, host=host
         )
-        backend = self._dispatcher.backend(name)
+        backend = self._dispatcher.fleet.backend(name)
         if fresh and self._on_cold is not None and backend is not None:
             self._on_cold(backend.pool)
 
     async def backend_draining(self, name: str) -> None:
         """Let what runs end, then save what the slots hold."""
-        await self._dispatcher.backend_draining(name)
+        await self._dispatcher.fleet.backend_draining(name)
         await self.save(name)
 
     async def backend_down(self, name: str, reason: str) -> None:
         """Pass it on."""
-        await self._dispatcher.backend_down(name, reason)
+        await self._dispatcher.fleet.backend_down(name, reason)
 
     # -- saving --------------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class Warmth:
             if self._is_wanted(name):
                 break
             try:
-                async with self._dispatcher.alone(name):
+                async with self._dispatcher.fleet.alone(name):
                     saved += await self.save(name, only=one.slot)
             except NoBackendError:
                 break
@@ -110,7 +110,7 @@ class Warmth:
         return saved
 
     def _is_wanted(self, name: str) -> bool:
-        backend = self._dispatcher.backend(name)
+        backend = self._dispatcher.fleet.backend(name)
         return (
             backend is None
             or self._dispatcher.queued(backend.pool) > 0
@@ -122,7 +122,7 @@ class Warmth:
 
         Nothing may run on them meanwhile. Never raises; a file that fails is removed.
         """
-        folder, backend = self._folder(name), self._dispatcher.backend(name)
+        folder, backend = self._folder(name), self._dispatcher.fleet.backend(name)
         held = [
             one
             for one in self._dispatcher.contents(name)

@@ -100,24 +100,24 @@ class Router:
         self.lasting.quota.renew(config.keys)
         dispatcher.hold_for(config.limits.hold_timeout)
         for pool in config.pools:
-            if pool.name in dispatcher.pools:
+            if pool.name in dispatcher.fleet.pools:
                 dispatcher.reschedule(pool.name, core_settings(pool.scheduling))
             else:
                 dispatcher.add_pool(pool.name, core_settings(pool.scheduling))
             for backend in pool.backends:
-                if dispatcher.backend(backend.name) is None:
-                    dispatcher.add_backend(backend.name, pool.name)
+                if dispatcher.fleet.backend(backend.name) is None:
+                    dispatcher.fleet.add_backend(backend.name, pool.name)
                     self._tell(config)
                     if backend.url is not None:
-                        dispatcher.watch_remote(backend.name, backend.url)
+                        dispatcher.fleet.watch_remote(backend.name, backend.url)
         self._tell(config)
         self.app.serving = create_app(
             config, dispatcher, self.metrics, self.journal, self.live, lasting=self.lasting
         )
 
     async def remove_backend(self, name: str) -> None:
-        """Forget a backend; see :meth:`.dispatcher.Dispatcher.remove_backend`."""
-        await self.dispatcher.remove_backend(name)
+        """Forget a backend; see :meth:`.fleet.Fleet.remove_backend`."""
+        await self.dispatcher.fleet.remove_backend(name)
         self.connector.forget(name)
         self._tell()
 
@@ -139,7 +139,7 @@ class Router:
 
 
 def _names(dispatcher: Dispatcher) -> dict[str, list[str]]:
-    return {pool: [backend.name for backend in backends] for pool, backends in dispatcher.pools.items()}
+    return {pool: [backend.name for backend in backends] for pool, backends in dispatcher.fleet.pools.items()}
 
 
 def create_app(
@@ -193,7 +193,7 @@ def create_app(
         for pool in config.pools:
             for backend in pool.backends:
                 if backend.url is not None:
-                    dispatcher.watch_remote(backend.name, backend.url)
+                    dispatcher.fleet.watch_remote(backend.name, backend.url)
         try:
             yield
         finally:

@@ -408,7 +408,7 @@ class Attempt:
     def _slot(self) -> int:
         """Where the engine is told to run it."""
         chosen, slot = self._work.slot, self._lease.slot
-        backend = self._dispatcher.backend(slot.backend)
+        backend = self._dispatcher.fleet.backend(slot.backend)
         return slot.slot if chosen is None or backend is None else chosen % max(1, backend.slots)
 
     def _outcome(self, status: Status) -> Outcome:
@@ -444,7 +444,7 @@ class Attempt:
 
     def _broke(self) -> None:
         self._leave(Status.ERROR)
-        self._dispatcher.suspect(self._lease.slot.backend)
+        self._dispatcher.fleet.suspect(self._lease.slot.backend)
 
     # -- the answer ----------------------------------------------------------------------------------------
 

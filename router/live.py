@@ -205,7 +205,7 @@ class Live:
                     "sums": self._sums(backend.name, now),
                     "host_memory": _host_memory(dispatcher.host_memory(backend.name)),
                 }
-                for pool, backends in dispatcher.pools.items()
+                for pool, backends in dispatcher.fleet.pools.items()
                 for backend in backends
             ],
             "first_token": self._first_token(now),

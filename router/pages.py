@@ -45,9 +45,11 @@ class Page:
 
 def backend_named(dispatcher: Dispatcher, name: str) -> Backend:
     """A backend by the name in a path or a query. Raises 404 that lists those that exist."""
-    found = dispatcher.backend(name)
+    found = dispatcher.fleet.backend(name)
     if found is None:
-        raise errors.unknown_backend(one.name for backends in dispatcher.pools.values() for one in backends)
+        raise errors.unknown_backend(
+            one.name for backends in dispatcher.fleet.pools.values() for one in backends
+        )
     return found
 
 
@@ -66,7 +68,7 @@ class Healthy(Page):
         """Whether requests can be served."""
         if self._shop.dispatcher.stopping:
             raise errors.unavailable(str(StoppingError()))
-        if any(backend.up for backends in self._shop.dispatcher.pools.values() for backend in backends):
+        if any(backend.up for backends in self._shop.dispatcher.fleet.pools.values() for backend in backends):
             return 200, b'{"status":"ok"}', errors.JSON
         raise errors.unavailable("no backend is up")
 

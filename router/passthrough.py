@@ -113,7 +113,7 @@ class Passthrough:
         try:
             await self._send(engine, work, None)
         except EngineUnreachable as error:
-            self._shop.dispatcher.suspect(engine.name)
+            self._shop.dispatcher.fleet.suspect(engine.name)
             if not error.sent:
                 return False
             raise
@@ -180,7 +180,7 @@ class Passthrough:
         if lease.request.id in dispatcher.held():
             dispatcher.abandon(lease.request.id, Outcome(status))
             if status is Status.ERROR:
-                dispatcher.suspect(lease.slot.backend)
+                dispatcher.fleet.suspect(lease.slot.backend)
 
     async def _look(self, engine: EngineClient) -> None:
         """Nothing is taken for known that the engine may have overwritten, until its ``/slots`` agrees.

@@ -82,7 +82,7 @@ class _PoolPage:
             return [found]
         passage.pool = self._shop.pools.of_model(query.get("model", [None])[0])
         await dispatcher.engine(passage.pool)
-        return dispatcher.pools[passage.pool]
+        return dispatcher.fleet.pools[passage.pool]
 
     async def _ask(self, engine: EngineClient, client: Client, raw: bytes | None) -> _Answer:
         """One exchange. Raises :class:`EngineUnreachable`, :class:`EngineBroke`."""
@@ -128,7 +128,7 @@ class Props(_PoolPage):
         try:
             return await self._ask(backend.client, client, raw)
         except (EngineUnreachable, EngineBroke):
-            self._shop.dispatcher.suspect(backend.name)
+            self._shop.dispatcher.fleet.suspect(backend.name)
             return None
 
 
@@ -161,7 +161,7 @@ class Adapters(_PoolPage):
     async def _set(self, backend: Backend, client: Client, raw: bytes) -> _Answer | _Failure:
         dispatcher = self._shop.dispatcher
         try:
-            async with dispatcher.alone(backend.name) as engine:
+            async with dispatcher.fleet.alone(backend.name) as engine:
                 perhaps = True
                 try:
                     answer = await self._ask(engine, client, raw)
@@ -177,7 +177,7 @@ class Adapters(_PoolPage):
                     await self._clear(backend, engine, client)
                 return answer
         except (EngineUnreachable, EngineBroke) as error:
-            dispatcher.suspect(backend.name)
+            dispatcher.fleet.suspect(backend.name)
             return error
         except NoBackendError as error:
             return error

@@ -39,7 +39,7 @@ class Pools:
 
     def most_slots(self, pool: str) -> int | None:
         """The slots of the pool's largest backend; ``None`` while nothing of it is up."""
-        return max((b.slots for b in self._dispatcher.pools[pool] if b.up), default=None)
+        return max((b.slots for b in self._dispatcher.fleet.pools[pool] if b.up), default=None)
 
     def listing(self) -> dict[str, Any]:
         """The body of ``GET /v1/models``: an entry for each pool, with the context that a slot really has."""
@@ -49,7 +49,7 @@ class Pools:
         }
 
     def _entry(self, name: str, aliases: tuple[str, ...]) -> dict[str, Any]:
-        up = [backend for backend in self._dispatcher.pools[name] if backend.up]
+        up = [backend for backend in self._dispatcher.fleet.pools[name] if backend.up]
         return {
             "id": name,
             "object": "model",

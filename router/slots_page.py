@@ -41,7 +41,7 @@ class Slots(Page):
             backend_named(self._shop.dispatcher, name)
         found: list[Any] = []
         refusal: EngineError | None = None
-        for pool, backends in self._shop.dispatcher.pools.items():
+        for pool, backends in self._shop.dispatcher.fleet.pools.items():
             for backend in backends:
                 if not backend.usable or (wanted and backend.name not in wanted):
                     continue
@@ -50,7 +50,7 @@ class Slots(Page):
                 except EngineError as error:
                     refusal = error
                 except (EngineUnreachable, EngineBroke):
-                    self._shop.dispatcher.suspect(backend.name)
+                    self._shop.dispatcher.fleet.suspect(backend.name)
                 else:
                     found += [{"backend": backend.name, "pool": pool, **slot} for slot in slots]
         if not found and refusal is not None:
@@ -104,7 +104,7 @@ class SlotAction:
             raise errors.invalid(f"action: not known, allowed: {', '.join(_ACTIONS)}")
         slot = int(given)
         dispatcher = self._shop.dispatcher
-        async with dispatcher.alone(backend.name) as engine:
+        async with dispatcher.fleet.alone(backend.name) as engine:
             # Whatever becomes of it: until the engine has answered, nobody knows what the slot holds.
             if action != "save":
                 dispatcher.doubted(backend.name, [slot])
@@ -127,4 +127,4 @@ class SlotAction:
         named = query.get("backend")
         if named is not None:
             return backend_named(dispatcher, named[0])
-        return next(iter(dispatcher.pools[self._shop.pools.of_model(query.get("model", [None])[0])]))
+        return next(iter(dispatcher.fleet.pools[self._shop.pools.of_model(query.get("model", [None])[0])]))

@@ -117,7 +117,7 @@ def _router(pipe: Connection, engine_port: int) -> None:
         listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         url = f"http://127.0.0.1:{engine_port}"
-        await router.dispatcher.backend_ready("b0", url, STREAMS, 1_000_000, fresh=True)
+        await router.dispatcher.fleet.backend_ready("b0", url, STREAMS, 1_000_000, fresh=True)
         pipe.send(listening.getsockname()[1])
         await serving
 

@@ -46,7 +46,7 @@ async def _router(pipe: Connection) -> None:
     )
     router = create_router(config)
     for backend in backends:
-        await router.dispatcher.backend_ready(
+        await router.dispatcher.fleet.backend_ready(
             backend["name"], "http://127.0.0.1:9", SLOTS, CONTEXT, fresh=True
         )
     for number in range(BACKENDS * SLOTS):

@@ -140,7 +140,7 @@ async def test_a_nonce_a_full_queue_and_a_killed_engine_are_noticed(
     engine = await start_engine(*FLAGS)
     scheduling = {"in_flight": "serialize", "queue": "fifo", "max_queue": 2}
     async with serving([Address(engine)], ready=False, scheduling=scheduling) as service:
-        service.router.dispatcher.watch_remote("b0", engine)
+        service.router.dispatcher.fleet.watch_remote("b0", engine)
         prometheus = await watch(service)
         numbers = itertools.count()
         story = "The same long story is told again and again. " * 12

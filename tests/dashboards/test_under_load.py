@@ -110,7 +110,7 @@ async def load(running: Stack) -> int:
 
 async def held(running: Stack) -> int:
     """Tokens in all slots, as the engine says."""
-    backend = running.router.dispatcher.backend("one")
+    backend = running.router.dispatcher.fleet.backend("one")
     assert backend is not None
     assert backend.client is not None
     slots = await backend.client.slots()

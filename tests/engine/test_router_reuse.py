@@ -242,11 +242,11 @@ async def test_an_engine_killed_in_mid_stream(installed_engine: Engine, demo_mod
             assert b"[DONE]" not in text
             waiting = asyncio.create_task(service.chat("Still there?", max_tokens=4))
             await service.watcher.until(lambda w: w.level["m"] >= 1)
-            await dispatcher.backend_down("b0", "it was killed")
+            await dispatcher.fleet.backend_down("b0", "it was killed")
             assert dispatcher.slots() == []
             second = RunningEngine(installed_engine, demo_model, *flags)
             try:
-                await dispatcher.backend_ready("b0", second.base_url, 2, CONTEXT, fresh=True)
+                await dispatcher.fleet.backend_ready("b0", second.base_url, 2, CONTEXT, fresh=True)
                 answer = await waiting
                 assert answer.status_code == 200
                 assert answer.json()["timings"]["cache_n"] == 0

@@ -186,7 +186,7 @@ async def serving(
     try:
         if ready:
             for number, engine in enumerate(engines):
-                await router.dispatcher.backend_ready(
+                await router.dispatcher.fleet.backend_ready(
                     f"b{number}", engine.base_url, engine.n_slots, engine.context, fresh=fresh
                 )
         async with httpx.AsyncClient(base_url=url, timeout=100, trust_env=False) as http:

@@ -135,8 +135,8 @@ async def test_a_prompt_that_another_slot_holds_whole_runs_alone_and_is_found(
     body = ask("mark-d " + STORY * 4)
     for slot in (0, 1):
         await compute(service.fake.base_url + "/completion", prompt_of(body), slot)
-    await service.router.dispatcher.backend_down("b0", "to forget")
-    await service.router.dispatcher.backend_ready("b0", service.fake.base_url, 4, 2048, fresh=False)
+    await service.router.dispatcher.fleet.backend_down("b0", "to forget")
+    await service.router.dispatcher.fleet.backend_ready("b0", service.fake.base_url, 4, 2048, fresh=False)
     answer = await service.http.post("/v1/messages", json=body | {"stream": stream})
     assert "mark" in answer.text
     assert service.watcher.reports[-1].slot == SlotRef("b0", service.fake.generations()[-1].slots[0])

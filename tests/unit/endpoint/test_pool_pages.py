@@ -96,7 +96,7 @@ async def test_an_unknown_backend_is_told_alike_wherever_it_is_named() -> None:
 
 async def test_a_backend_that_is_down_has_no_props() -> None:
     async with two() as (service, _, _):
-        await service.router.dispatcher.backend_down("b1", "for the test")
+        await service.router.dispatcher.fleet.backend_down("b1", "for the test")
         assert (await service.http.get("/props?backend=b1")).status_code == 503
         assert (await service.http.get("/props")).json()["total_slots"] == 2
 
@@ -113,7 +113,7 @@ async def test_adapters_are_set_on_all_and_nothing_is_counted_on_that_others_com
         assert not any(view.resident_tokens or view.known for view in service.router.dispatcher.slots())
         # Nor do the engines hold any of it; and what /slots tells makes nothing known again.
         for name, fake in (("b0", one), ("b1", other)):
-            client = service.router.dispatcher.backend(name)
+            client = service.router.dispatcher.fleet.backend(name)
             assert client is not None
             assert client.client is not None
             service.router.dispatcher.observed(name, await client.client.slots() or [])
@@ -179,7 +179,7 @@ async def test_a_failure_in_part_names_who_did_and_who_did_not() -> None:
         other.refuse()
         answer = await service.http.post("/lora-adapters", json=[{"id": 0, "scale": 0.5}])
         assert "not on b1 (backend 'b1' cannot be connected to)" in answer.json()["error"]["message"]
-        await service.router.dispatcher.backend_down("b1", "for the test")
+        await service.router.dispatcher.fleet.backend_down("b1", "for the test")
         answer = await service.http.post("/lora-adapters", json=[{"id": 0, "scale": 0.5}])
         assert "not on b1 (not up, or about to stop)" in answer.json()["error"]["message"]
 

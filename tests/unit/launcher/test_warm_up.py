@@ -88,9 +88,9 @@ async def test_what_conversations_share_is_learned_and_prefilled_after_a_restart
             body = {"prompt": f"{shared}Agent {name} starts. " + name * 60, "n_predict": 1}
             assert (await service.http.post("/completion", json=body)).status_code == 200
         await fake.crash()
-        await service.router.dispatcher.backend_down("b0", "a crash")
+        await service.router.dispatcher.fleet.backend_down("b0", "a crash")
         await fake.restart()
-        await service.router.dispatcher.backend_ready(
+        await service.router.dispatcher.fleet.backend_ready(
             "b0", fake.base_url, fake.n_slots, fake.context, fresh=True
         )
         warm.cold("m")

@@ -53,7 +53,9 @@ class World:
 
     async def up(self) -> None:
         """The backend starts."""
-        await self.dispatcher.backend_ready("b", f"http://{len(self.engines)}", self.slots, 1000, fresh=True)
+        await self.dispatcher.fleet.backend_ready(
+            "b", f"http://{len(self.engines)}", self.slots, 1000, fresh=True
+        )
 
     def acquire(self, request_id: str, **more: Any) -> asyncio.Task[Lease]:
         """Ask for a lease, in a task."""
@@ -213,7 +215,7 @@ async def test_looks_stop_when_nothing_is_open(world: World) -> None:
 
 
 async def test_an_unknown_backend_is_looked_at_once(world: World) -> None:
-    await world.dispatcher.backend_ready("b", "http://elsewhere", 3, 1000, fresh=False)
+    await world.dispatcher.fleet.backend_ready("b", "http://elsewhere", 3, 1000, fresh=False)
     await turns(5)
     world.engine.answer()
     await turns(20)
@@ -223,7 +225,7 @@ async def test_an_unknown_backend_is_looked_at_once(world: World) -> None:
 
 async def test_a_second_report_of_the_same_service_changes_nothing(world: World) -> None:
     await world.acquire("a")
-    await world.dispatcher.backend_ready("b", "http://0", 3, 1000, fresh=False)
+    await world.dispatcher.fleet.backend_ready("b", "http://0", 3, 1000, fresh=False)
     assert world.watcher.changes == [("b", True)]
     assert world.dispatcher.held().keys() == {"a"}
 
@@ -231,7 +233,7 @@ async def test_a_second_report_of_the_same_service_changes_nothing(world: World)
 async def test_a_lease_of_an_earlier_life_ends_with_it(world: World) -> None:
     lease = await world.acquire("a")
     world.dispatcher.sending("a")
-    await world.dispatcher.backend_down("b", "it exited")
+    await world.dispatcher.fleet.backend_down("b", "it exited")
     await world.up()
     with pytest.raises(EngineUnreachable):
         world.dispatcher.client(lease)
@@ -315,7 +317,7 @@ class Play:
             engine.answer(as_asked=choice % 2 == 1)
             await turns(3)
         elif step == "restart":
-            await dispatcher.backend_down("b", "it exited")
+            await dispatcher.fleet.backend_down("b", "it exited")
             await self.world.up()
         elif step == "launch" and (name := self._pick(engine.waiting, choice)):
             engine.launch(name)
@@ -367,7 +369,9 @@ class Play:
 
     def _check(self) -> None:
         engine, held = self.world.engine, self.world.dispatcher.held()
-        slots = [h.lease.slot for h in held.values() if h.life is self.world.dispatcher.pools["m"][0].life]
+        slots = [
+            h.lease.slot for h in held.values() if h.life is self.world.dispatcher.fleet.pools["m"][0].life
+        ]
         assert len(slots) == len(set(slots))
         for slot, name in [*engine.running.items(), *((s, n) for n, s in engine.waiting.items())]:
             assert name in held, f"{name} runs on slot {slot} without a lease"
@@ -425,12 +429,12 @@ async def test_a_backend_that_is_removed_cuts_off_its_leases_and_another_of_its_
     waiting = world.acquire("d")
     dispatcher.sending("b")
     dispatcher.abandon("b", OK)
-    await dispatcher.remove_backend("b")
-    assert dispatcher.backend("b") is None
+    await dispatcher.fleet.remove_backend("b")
+    assert dispatcher.fleet.backend("b") is None
     assert dispatcher.held().keys() == {"a", "c"}
     with pytest.raises(EngineUnreachable):
         dispatcher.client(lease)
-    dispatcher.add_backend("b", "m")
+    dispatcher.fleet.add_backend("b", "m")
     await world.up()
     await waiting
     for name in "ac":
@@ -446,7 +450,7 @@ async def test_a_pool_that_is_removed_refuses_what_waits_and_lets_end_what_runs(
         await world.acquire(name)
     waiting, unused = world.acquire("d"), asyncio.create_task(dispatcher.unused("m"))
     await turns()
-    await dispatcher.remove_backend("b")
+    await dispatcher.fleet.remove_backend("b")
     removing = asyncio.create_task(dispatcher.remove_pool("m"))
     with pytest.raises(NoBackendError):
         await waiting
@@ -457,30 +461,30 @@ async def test_a_pool_that_is_removed_refuses_what_waits_and_lets_end_what_runs(
         dispatcher.finish(name, OK)
     await removing
     await unused
-    assert dispatcher.pools == {}
+    assert dispatcher.fleet.pools == {}
     with pytest.raises(NoBackendError):
         await world.acquire("e")
     with pytest.raises(NoBackendError):
         await dispatcher.engine("m")
     dispatcher.add_pool("m", CoreSettings())
-    dispatcher.add_backend("b", "m")
+    dispatcher.fleet.add_backend("b", "m")
     await world.up()
     assert (await world.acquire("f")).slot.backend == "b"
     await dispatcher.aclose()
 
 
 async def test_who_waits_for_a_pool_hears_that_it_is_removed(world: World) -> None:
-    await world.dispatcher.backend_down("b", "a crash")
+    await world.dispatcher.fleet.backend_down("b", "a crash")
     asking = asyncio.create_task(world.dispatcher.engine("m"))
     await turns()
-    await world.dispatcher.remove_backend("b")
+    await world.dispatcher.fleet.remove_backend("b")
     await world.dispatcher.remove_pool("m")
     with pytest.raises(NoBackendError):
         await asking
 
 
 async def test_another_bound_for_what_is_held_counts_at_once(world: World) -> None:
-    await world.dispatcher.backend_down("b", "a crash")
+    await world.dispatcher.fleet.backend_down("b", "a crash")
     waiting = world.acquire("a")
     await turns()
     world.dispatcher.hold_for(0)

@@ -24,7 +24,7 @@ async def status(service: Service, text: str) -> int:
 
 async def test_a_drain_ends_with_the_last_lease_and_grants_nothing_new(service: Service) -> None:
     running = await one_running(service)
-    draining = asyncio.create_task(service.router.dispatcher.backend_draining("b0"))
+    draining = asyncio.create_task(service.router.dispatcher.fleet.backend_draining("b0"))
     waiting = asyncio.create_task(status(service, "something else"))
     await service.watcher.until(lambda seen: seen.level.get("m") == 2)
     assert not draining.done()
@@ -34,21 +34,21 @@ async def test_a_drain_ends_with_the_last_lease_and_grants_nothing_new(service: 
     assert len(service.watcher.granted_leases) == 1
     assert service.router.dispatcher.queued("m") == 1
     # The restarted backend serves what had to wait.
-    await service.router.dispatcher.backend_down("b0", "restart")
-    await service.router.dispatcher.backend_ready("b0", service.fake.base_url, 4, 2048, fresh=True)
+    await service.router.dispatcher.fleet.backend_down("b0", "restart")
+    await service.router.dispatcher.fleet.backend_ready("b0", service.fake.base_url, 4, 2048, fresh=True)
     assert await waiting == 200
 
 
 async def test_meanwhile_others_serve() -> None:
     async with FakeLlamaServer() as first, FakeLlamaServer() as second, serving([first, second]) as service:
-        await service.router.dispatcher.backend_draining("b0")
+        await service.router.dispatcher.fleet.backend_draining("b0")
         assert [await status(service, f"conversation {n}") for n in range(4)] == [200] * 4
         assert {lease.slot.backend for lease in service.watcher.granted_leases} == {"b1"}
 
 
 async def test_a_drain_that_is_called_off_serves_again(service: Service) -> None:
     running = await one_running(service)
-    draining = asyncio.create_task(service.router.dispatcher.backend_draining("b0"))
+    draining = asyncio.create_task(service.router.dispatcher.fleet.backend_draining("b0"))
     waiting = asyncio.create_task(status(service, "something else"))
     await service.watcher.until(lambda seen: seen.level.get("m") == 2)
     draining.cancel()
@@ -60,13 +60,13 @@ async def test_a_drain_that_is_called_off_serves_again(service: Service) -> None
 
 async def test_a_backend_that_dies_ends_its_drain(service: Service) -> None:
     running = await one_running(service)
-    draining = asyncio.create_task(service.router.dispatcher.backend_draining("b0"))
+    draining = asyncio.create_task(service.router.dispatcher.fleet.backend_draining("b0"))
     await service.fake.crash()
-    await service.router.dispatcher.backend_down("b0", "exit status 3")
+    await service.router.dispatcher.fleet.backend_down("b0", "exit status 3")
     assert await running >= 500
     await draining
 
 
 async def test_a_backend_that_is_down_has_nothing_to_drain(service: Service) -> None:
-    await service.router.dispatcher.backend_down("b0", "gone")
-    await service.router.dispatcher.backend_draining("b0")
+    await service.router.dispatcher.fleet.backend_down("b0", "gone")
+    await service.router.dispatcher.fleet.backend_draining("b0")

@@ -21,9 +21,9 @@ CHAT = "/v1/chat/completions"
 
 async def come_back(service: Service) -> None:
     """The engine has died; its launcher says so and starts it anew."""
-    await service.router.dispatcher.backend_down("b0", "it exited")
+    await service.router.dispatcher.fleet.backend_down("b0", "it exited")
     await service.fake.restart()
-    await service.router.dispatcher.backend_ready("b0", service.fake.base_url, 4, 2048, fresh=True)
+    await service.router.dispatcher.fleet.backend_ready("b0", service.fake.base_url, 4, 2048, fresh=True)
 
 
 async def test_death_in_mid_stream_is_an_error_event_and_no_end_mark(service: Service) -> None:
@@ -74,7 +74,7 @@ async def test_what_was_not_sent_waits_for_the_restart(service: Service) -> None
     await service.chat("mark-w hi", max_tokens=6)
     await fake.crash()
     answer = asyncio.create_task(service.chat("mark-x hi", max_tokens=6))
-    await service.watcher.until(lambda _: not dispatcher.pools["m"][0].usable)
+    await service.watcher.until(lambda _: not dispatcher.fleet.pools["m"][0].usable)
     await come_back(service)
     assert (await answer).status_code == 200
     assert len(fake.generations()) == 2
@@ -109,7 +109,7 @@ async def test_queued_requests_are_held_while_their_pool_is_down_and_not_for_eve
         queued = asyncio.create_task(service.chat("mark-b hi"))
         await service.watcher.until(lambda w: w.level.get("m") == 2)
         await fake.crash()
-        await service.router.dispatcher.backend_down("b0", "it exited")
+        await service.router.dispatcher.fleet.backend_down("b0", "it exited")
         assert (await running).status_code == 502
         assert (await queued).status_code == 503
         assert service.router.dispatcher.queued("m") == 0
@@ -143,7 +143,7 @@ async def test_answers_without_timings_are_counted(service: Service, stream: boo
 async def test_a_backend_elsewhere_comes_up_goes_down_and_comes_back() -> None:
     async with FakeLlamaServer() as fake, serving([fake], ready=False) as service:
         dispatcher = service.router.dispatcher
-        dispatcher.watch_remote("b0", fake.base_url)
+        dispatcher.fleet.watch_remote("b0", fake.base_url)
         await service.watcher.until(lambda w: w.changes == [("b0", True)])
         assert (await service.chat("mark-x hi", max_tokens=6)).status_code == 200
         await fake.crash()
@@ -156,7 +156,7 @@ async def test_a_backend_elsewhere_comes_up_goes_down_and_comes_back() -> None:
 
 async def test_a_backend_that_still_loads_is_not_up() -> None:
     async with FakeLlamaServer(loading=True) as fake, serving([fake], ready=False) as service:
-        service.router.dispatcher.watch_remote("b0", fake.base_url)
+        service.router.dispatcher.fleet.watch_remote("b0", fake.base_url)
         await fake.until(lambda f: len(f.requests) >= 3)
         assert service.watcher.changes == []
         fake.loaded()
@@ -200,7 +200,7 @@ async def test_draining_sends_the_queue_away_and_waits_for_what_runs() -> None:
 async def test_slots_are_counted_where_props_does_not_tell() -> None:
     async with FakeLlamaServer(slots=3) as fake, serving([fake], ready=False) as service:
         fake.missing |= {"total_slots", "default_generation_settings"}
-        service.router.dispatcher.watch_remote("b0", fake.base_url)
+        service.router.dispatcher.fleet.watch_remote("b0", fake.base_url)
         await service.watcher.until(lambda w: w.changes == [("b0", True)])
         assert len(service.router.dispatcher.slots()) == 3
 
@@ -208,7 +208,7 @@ async def test_slots_are_counted_where_props_does_not_tell() -> None:
 async def test_a_backend_of_no_use_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
     async with FakeLlamaServer() as fake, serving([fake], ready=False) as service:
         fake.missing |= {"total_slots", "slots"}
-        service.router.dispatcher.watch_remote("b0", fake.base_url)
+        service.router.dispatcher.fleet.watch_remote("b0", fake.base_url)
         await fake.until(lambda f: [r.path for r in f.requests].count("/props") >= 3)
         assert service.watcher.changes == []
         assert len([r for r in caplog.records if "of no use" in r.getMessage()]) == 1

@@ -144,7 +144,7 @@ async def test_a_backend_that_dies_ends_the_leases_of_those_who_left(service: Se
     await fake.until(lambda f: f.busy == 1)
     client.leave()
     await fake.until(lambda f: any(r.path == "/slots" for r in f.requests))
-    await dispatcher.backend_down("b0", "it exited")
+    await dispatcher.fleet.backend_down("b0", "it exited")
     assert dispatcher.held() == {}
     assert service.watcher.reports[0].status is Status.CANCELLED
 
@@ -172,7 +172,7 @@ async def test_a_release_in_the_engines_log_hastens_the_look() -> None:
         client.leave()
         await fake.until(lambda f: f.busy == 0)
         [held] = dispatcher.held().values()
-        dispatcher.log_event("b0", Released(held.lease.slot.slot))
+        dispatcher.fleet.log_event("b0", Released(held.lease.slot.slot))
         await service.watcher.until(lambda w: w.reports)
 
 
@@ -181,7 +181,7 @@ async def test_leaving_while_no_backend_is_up() -> None:
         client = await WireClient.post(service.url, CHAT, chat("mark-x hi"))
         await service.http.get("/health")
         client.leave()
-        await service.router.dispatcher.backend_ready("b0", fake.base_url, 4, 2048, fresh=True)
+        await service.router.dispatcher.fleet.backend_ready("b0", fake.base_url, 4, 2048, fresh=True)
         await all_four_slots_serve(service)
         assert len(fake.generations()) == 4
 

@@ -90,9 +90,9 @@ async def test_an_engine_that_dies_under_load_answers_all_or_tells_of_an_error()
         tasks = [asyncio.create_task(service.chat(f"mark-d{n} hi", max_tokens=8)) for n in range(60)]
         await fake.until(lambda f: len(f.generations()) >= 20)
         await fake.crash()
-        await service.router.dispatcher.backend_down("b0", "it exited")
+        await service.router.dispatcher.fleet.backend_down("b0", "it exited")
         await fake.restart()
-        await service.router.dispatcher.backend_ready("b0", fake.base_url, 4, 2048, fresh=True)
+        await service.router.dispatcher.fleet.backend_ready("b0", fake.base_url, 4, 2048, fresh=True)
         answers = await asyncio.gather(*tasks)
         for number, answer in enumerate(answers):
             assert (answer.status_code == 502) or f"mark-d{number}" in answer.text

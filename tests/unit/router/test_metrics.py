@@ -183,5 +183,5 @@ async def test_the_first_token_of_a_whole_answer_comes_after_it_was_sent_and_bef
 async def test_a_backend_that_is_down_holds_nothing(service: Service) -> None:
     await service.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hello"}]})
     assert await service.metric("warmslot_slot_resident_tokens") > 0
-    await service.router.dispatcher.backend_down("b0", "for the test")
+    await service.router.dispatcher.fleet.backend_down("b0", "for the test")
     assert await service.metric("warmslot_slot_resident_tokens") == 0

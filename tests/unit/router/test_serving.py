@@ -125,7 +125,7 @@ async def test_health_says_whether_anything_serves() -> None:
         answer = await service.http.get("/health")
         assert answer.status_code == 503
         assert answer.json()["error"]["type"] == "unavailable_error"
-        await service.router.dispatcher.backend_ready("b0", fake.base_url, 4, 2048, fresh=True)
+        await service.router.dispatcher.fleet.backend_ready("b0", fake.base_url, 4, 2048, fresh=True)
         for path in ("/health", "/v1/health"):
             assert (await service.http.get(path)).json() == {"status": "ok"}
 

@@ -147,11 +147,11 @@ async def test_slots_with_a_common_beginning_are_in_one_group(service: Service) 
 async def test_a_backend_that_goes_and_comes_back_is_told(service: Service) -> None:
     async with snapshots(service) as stream:
         await anext(stream)
-        await service.router.dispatcher.backend_down("b0", "exited with status 1")
+        await service.router.dispatcher.fleet.backend_down("b0", "exited with status 1")
         down = await until(stream, lambda one: one["backends"][0]["state"] == "down")
         assert down["backends"][0]["slots"] == []
         assert down["events"][0]["reason"] == "exited with status 1"
-        await service.router.dispatcher.backend_ready("b0", service.fake.base_url, 4, 2048, fresh=True)
+        await service.router.dispatcher.fleet.backend_ready("b0", service.fake.base_url, 4, 2048, fresh=True)
         up = await until(stream, lambda one: one["backends"][0]["state"] == "up")
         assert up["backends"][0]["restarts"] == 1
 
