@@ -209,15 +209,20 @@ class Fleet:
             self._owner.backend_admit(backend, admit=backend.usable)
 
     def log_event(self, name: str, event: object) -> None:
-        """A line of a launched engine's log, understood: selections are counted, releases hasten a look.
+        """A line of a launched engine's log, understood.
 
+        Selections are counted, and betray those who use the engine past the router; releases hasten a look.
         Events are told apart by their fields: a selection has ``by``, a release ``slot`` and ``truncated``.
         """
         by = getattr(event, "by", None)
         if isinstance(by, str):
             self._audience.engine_selected(name, by)
         slot, life = getattr(event, "slot", None), self.life(name)
-        if isinstance(slot, int) and hasattr(event, "truncated") and life is not None:
+        if not isinstance(slot, int) or life is None:
+            return
+        if isinstance(by, str):
+            life.selected(slot)
+        elif hasattr(event, "truncated"):
             life.released(slot)
 
     # -- for backends that run elsewhere -------------------------------------------------------------------

@@ -161,6 +161,14 @@ class SlotWatch:
         self._wanted = True
         self._pacer.poke()
 
+    def selected(self, slot: int) -> None:
+        """The engine's log tells that this slot begins something. If that is no lease of ours, look.
+
+        The line may be late, and what it tells of over by now; so it proves nothing, but is reason enough.
+        """
+        if not any(slot in held.slots or not held.pinned for held in self.held.values()):
+            self.want()
+
     def released(self, slot: int) -> None:
         """The engine's log tells of a release, perhaps of the lease before: look at once if it may matter."""
         for held in self.held.values():

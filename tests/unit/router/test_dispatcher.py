@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -221,6 +222,44 @@ async def test_an_unknown_backend_is_looked_at_once(world: World) -> None:
     await turns(20)
     assert world.engine.looks == 1
     assert world.engines[0].closed
+
+
+@dataclass(frozen=True)
+class Selected:
+    """A line of the engine's log: a slot was chosen."""
+
+    slot: int
+    by: str
+
+
+@pytest.mark.parametrize("by", ["id", "lcp", "lru"])
+async def test_who_uses_the_engine_past_the_router_is_noticed_by_its_log(world: World, by: str) -> None:
+    world.engine.running[1] = "somebody else's"
+    world.dispatcher.fleet.log_event("b", Selected(1, by))
+    await turns(5)
+    world.engine.answer()
+    await turns(5)
+    leases = [await world.acquire(name) for name in "ac"]
+    assert {lease.slot.slot for lease in leases} == {0, 2}
+    last = world.acquire("d")
+    await turns(5)
+    assert not last.done()
+    world.engine.drop("somebody else's")
+    world.engine.answer()
+    assert (await last).slot.slot == 1
+    await turns(5)
+    assert world.engine.asks == []
+
+
+async def test_what_the_log_tells_of_our_own_requests_needs_no_look(world: World) -> None:
+    lease = await world.acquire("a")
+    world.dispatcher.fleet.log_event("b", Selected(lease.slot.slot, "id"))
+    world.dispatcher.finish("a", OK)
+    await world.acquire("b", pinned=False, keeps_prefix=False)
+    world.dispatcher.fleet.log_event("b", Selected(2, "lru"))
+    await turns(5)
+    assert world.engine.looks == 0
+    await world.dispatcher.aclose()
 
 
 async def test_a_second_report_of_the_same_service_changes_nothing(world: World) -> None:
