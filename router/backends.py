@@ -41,7 +41,9 @@ class Backend:
     """Tokens per slot."""
     watch: HealthWatch | None = None
     draining: bool = False
-    """It finishes what runs on it and gets nothing new."""
+    """It finishes what runs on it and gets nothing new, because it will be stopped."""
+    alone: bool = False
+    """A call that needs it for itself is at work, or waits for what runs on it to end."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Of calls that need it for themselves, the one that has it."""
     copies_pay: bool | None = None
@@ -66,3 +68,8 @@ class Backend:
     def usable(self) -> bool:
         """Whether it serves and has not just refused or broken a connection."""
         return self.up and not (self.watch is not None and self.watch.suspecting)
+
+    @property
+    def admits(self) -> bool:
+        """Whether leases may be given on it."""
+        return self.usable and not self.draining and not self.alone

@@ -53,8 +53,11 @@ class Core(Protocol):
     def backend_down(self, backend: str, now: float) -> None:
         """A backend is gone with all that its slots held. Leases on it must still be finished."""
 
-    def backend_admit(self, backend: str, admit: bool) -> None:
-        """Stop (drain) or resume giving leases on a backend that stays up."""
+    def backend_admit(self, backend: str, admit: bool, *, soon: bool = False) -> None:
+        """Stop or resume giving leases on a backend that stays up.
+
+        ``soon``: they will be given again in a moment. Else nobody waits for its slots.
+        """
 
     def reschedule(self, pool: str, settings: CoreSettings) -> None:
         """Order what waits, and all that comes, by another policy. Raises KeyError for an unknown pool."""

@@ -86,9 +86,10 @@ class RouterCore:
         if not pool.backends:
             pool.shadow.forget()
 
-    def backend_admit(self, backend: str, admit: bool) -> None:
+    def backend_admit(self, backend: str, admit: bool, *, soon: bool = False) -> None:
         """Stop or resume giving leases on a backend; raises KeyError for one that is not up."""
-        self._backends[backend].admit = admit
+        state = self._backends[backend]
+        state.admit, state.awaited = admit, admit or soon
 
     def reschedule(self, pool: str, settings: CoreSettings) -> None:
         """Put another policy in force; leases that are out stay."""

@@ -425,9 +425,9 @@ class Dispatcher:
         self._observers.backend_changed(backend.name, up=False, slots=0, context=0, reason=reason)
         self._pool_changed(backend.pool)
 
-    def backend_admit(self, backend: Backend, *, admit: bool) -> None:
-        """Give leases on it again, or no more."""
-        self._core.backend_admit(backend.name, admit=admit)
+    def backend_admits(self, backend: Backend) -> None:
+        """Give leases on it again, or no more, for a moment or for good."""
+        self._core.backend_admit(backend.name, backend.admits, soon=backend.usable and not backend.draining)
         self._pool_changed(backend.pool)
 
     def _pool_changed(self, pool: str) -> None:

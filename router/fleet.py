@@ -44,8 +44,8 @@ class Owner(LeaseOwner, Protocol):
     def backend_lost(self, backend: Backend, life: SlotWatch, reason: str) -> None:
         """That life of it is over, with all that its slots held."""
 
-    def backend_admit(self, backend: Backend, *, admit: bool) -> None:
-        """Give leases on it again, or no more: it drains, is suspected, or is neither any longer."""
+    def backend_admits(self, backend: Backend) -> None:
+        """Whether leases may be given on it (:attr:`~.backends.Backend.admits`) may have changed."""
 
 
 class Fleet:
@@ -174,11 +174,13 @@ class Fleet:
         if life is None:
             return
         backend.draining = True
-        self._owner.backend_admit(backend, admit=False)
+        self._owner.backend_admits(backend)
         try:
             await life.idle.wait()
         except asyncio.CancelledError:
-            self._end_draining(backend, life)
+            if backend.life is life:
+                backend.draining = False
+                self._owner.backend_admits(backend)
             raise
 
     @asynccontextmanager
@@ -197,16 +199,15 @@ class Fleet:
         life, client = backend.life, backend.client
         if life is None or client is None or backend.draining:
             raise NoBackendError(backend.pool, 0.0)
-        await self.backend_draining(backend.name)
+        backend.alone = True
+        self._owner.backend_admits(backend)
         try:
+            await life.idle.wait()
             yield client
         finally:
-            self._end_draining(backend, life)
-
-    def _end_draining(self, backend: Backend, life: SlotWatch) -> None:
-        if backend.life is life:
-            backend.draining = False
-            self._owner.backend_admit(backend, admit=backend.usable)
+            if backend.life is life:
+                backend.alone = False
+                self._owner.backend_admits(backend)
 
     def log_event(self, name: str, event: object) -> None:
         """A line of a launched engine's log, understood.
@@ -267,7 +268,7 @@ class Fleet:
                 trusted=lambda: self._trust(backend),
             )
         backend.watch.suspect()
-        self._owner.backend_admit(backend, admit=False)
+        self._owner.backend_admits(backend)
 
     def judge(self, name: str, seen: HostMemoryView | None) -> None:
         """Say whether an engine's cache in host memory saves time, once that is known and when it changes."""
@@ -300,7 +301,7 @@ class Fleet:
         log.warning("backend %s is down: %s", backend.name, reason)
         life.stop()
         backend.life = None
-        backend.draining = False
+        backend.draining = backend.alone = False
         if backend.watch is not None and not backend.watch.lasting:
             backend.watch.stop()
             backend.watch = None
@@ -311,7 +312,7 @@ class Fleet:
         """It answers again. It may have been started anew in between, so what its slots hold is looked at."""
         if backend.life is not None:
             backend.life.want()
-            self._owner.backend_admit(backend, admit=not backend.draining)
+            self._owner.backend_admits(backend)
 
     def _retire(self, backend: Backend) -> None:
         client, backend.client = backend.client, None

@@ -53,6 +53,9 @@ class Backend:
     host: HostTier | None = None
     """What its prompt cache in host memory holds, where it has one."""
     admit: bool = True
+    """Whether leases may be given on it now."""
+    awaited: bool = True
+    """Whether it is worth waiting for one of its slots: they are given out now, or will be in a moment."""
     rates: Rates = field(default_factory=Rates)
     active: dict[str, Active] = field(default_factory=dict)
     """Changed by :meth:`begin` and :meth:`end` alone."""

@@ -39,9 +39,11 @@ class View:
         self._turns = pool.sessions.turns_ahead()
         self._room = {name: pool.has_room(backend) for name, backend in pool.backends.items()}
         self._backlog = {
-            name: self._held_up(backend) for name, backend in pool.backends.items() if self._room[name]
+            name: self._held_up(backend) if self._room[name] else self._full(backend)
+            for name, backend in pool.backends.items()
         }
-        """Seconds that one more request would lose on each backend by what runs there, passes apart."""
+        """Seconds that one more request would lose on each backend by what runs there, passes apart: beside
+        it where there is room, else until there is."""
         self._idle = {
             ref for ref, slot in pool.residency.slots.items() if slot.idle and self._room[ref.backend]
         }
@@ -51,7 +53,12 @@ class View:
     def at_home(self, waiting: Waiting) -> bool:
         """Whether a request need not wait for a busy slot: its best is idle, or holds little of it."""
         best = waiting.best_slot
-        return best is None or best in self._idle or 2 * waiting.best_tokens < waiting.prompt_tokens
+        return (
+            best is None
+            or best in self._idle
+            or not self._pool.backends[best.backend].awaited
+            or 2 * waiting.best_tokens < waiting.prompt_tokens
+        )
 
     def price(self, waiting: Waiting, patient: bool) -> Choice | None:  # as the scheduler asks
         """The placement of a request now; ``patient``: another may be waited for, and running ones spared."""
@@ -64,6 +71,8 @@ class View:
         tokens = waiting.tokens
         offers = []
         for ref in refs:
+            if not pool.backends[ref.backend].awaited:
+                continue
             match = tokens.get(ref, 0)
             idle = ref in self._idle and self._fits(waiting.request, ref.backend)
             if idle and patient:
@@ -189,8 +198,8 @@ class View:
 
         Who runs where has changed by the time that the first of them is over.
         """
-        if not backend.active or ref.backend not in self._backlog:
-            return 0.0
+        if not backend.active or not self._room[ref.backend]:
+            return self._backlog[ref.backend]
         steps = self._pool.mean_output / (len(backend.active) + 1)
         passes = steps * backend.rates.pass_seconds * _further_passes(backend, ref)
         return self._backlog[ref.backend] + passes
@@ -201,6 +210,10 @@ class View:
         if active is None:
             return 0.0
         return self._pool.prefill_left(active, self._now) + self._pool.decode_left(active, self._now)
+
+    def _full(self, backend: Backend) -> float:
+        """Until one of those that run on a backend ends, which has no room for more."""
+        return min((self._wait(backend, request_id) for request_id in backend.active), default=0.0)
 
     def _held_up(self, backend: Backend) -> float:
         """The engine computes one prompt after the other, and decoding is slower for each that shares it."""

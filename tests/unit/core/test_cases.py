@@ -240,6 +240,45 @@ def test_a_dead_backend_attracts_nothing() -> None:
     assert report.losses[Loss.RESTARTED] > 500
 
 
+def _two_backends() -> RouterCore:
+    core = RouterCore({"p": CoreSettings(in_flight="serialize", linger=0.0)})
+    for backend in ("a", "b"):
+        core.backend_up(backend, "p", 2, 1 << 20, 0.0, known_empty=True)
+    return core
+
+
+@pytest.mark.parametrize("soon", [True, False])
+def test_a_slot_that_is_not_given_out_is_waited_for_only_if_it_soon_will_be(soon: bool) -> None:
+    core = _two_backends()
+    chat = Chat(core, "c", b"A conversation that lives on one of two backends. " * 50)
+    home = chat.ask(0.0)[0].slot
+    core.backend_admit(home.backend, admit=False, soon=soon)
+    core.submit(Request(id="next", prompt=Prompt.of(chat.text + b" And then?"), pool="p"), 2.0)
+    leases = core.grant(2.0)
+    if soon:
+        assert leases == []
+        core.backend_admit(home.backend, admit=True)
+        assert [lease.slot for lease in core.grant(3.0)] == [home]
+    else:
+        assert leases[0].slot.backend != home.backend
+
+
+@pytest.mark.parametrize(("length", "waits"), [(20, False), (2000, True)])
+def test_a_backend_that_is_at_its_limit_is_waited_for_as_long_as_that_pays(length: int, waits: bool) -> None:
+    core = _two_backends()
+    chat = Chat(core, "c", b"A conversation that lives on one of two backends. " * length)
+    home = chat.ask(0.0)[0].slot
+    other = "b" if home.backend == "a" else "a"
+    core.backend_admit(other, admit=False)
+    core.submit(Request(id="long", prompt=Prompt.of(b"Tell me a long story, please."), pool="p"), 2.0)
+    (long,) = core.grant(2.0)
+    assert long.slot.backend == home.backend
+    assert long.slot != home
+    core.backend_admit(other, admit=True)
+    core.submit(Request(id="next", prompt=Prompt.of(chat.text + b" And then?"), pool="p"), 2.1)
+    assert [lease.slot.backend for lease in core.grant(2.1)] == ([] if waits else [other])
+
+
 def _at(hour: int, minute: int) -> bytes:
     return f"You are careful. It is 2026-05-0{1 + hour % 9} {hour:02d}:{minute:02d}:07 UTC. ".encode()
 

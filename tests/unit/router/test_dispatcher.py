@@ -251,6 +251,19 @@ async def test_who_uses_the_engine_past_the_router_is_noticed_by_its_log(world: 
     assert world.engine.asks == []
 
 
+async def test_a_drain_lasts_when_a_call_that_had_the_backend_to_itself_ends(world: World) -> None:
+    fleet = world.dispatcher.fleet
+    async with fleet.alone("b"):
+        await fleet.backend_draining("b")
+    task = world.acquire("a")
+    await turns(5)
+    assert not task.done()
+    assert world.dispatcher.queued("m") == 1
+    await fleet.backend_down("b", "it was stopped")
+    await world.up()
+    await task
+
+
 async def test_what_the_log_tells_of_our_own_requests_needs_no_look(world: World) -> None:
     lease = await world.acquire("a")
     world.dispatcher.fleet.log_event("b", Selected(lease.slot.slot, "id"))
