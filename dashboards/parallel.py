@@ -39,8 +39,9 @@ ANSWER = Row(
     (
         Panel(
             "Slots: advised and current",
-            "The slot count that is advised for each backend from the traffic so far, and the one that it"
-            " has. No advice is given until there is traffic to learn from.",
+            "The slot count that `warmslot advise` finds best for each backend, from the latest of its"
+            " journal, and the one that it has. No advice is given without a journal, or until there is"
+            " traffic to learn from.",
             "short",
             (
                 Query(f"{now('advised_slots')} > 0", "{{backend}} advised"),

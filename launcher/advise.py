@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from warmslot.router.advice import LEAST_REQUESTS
 from warmslot.router.values import HostMemory
 
 from .advise_stretch import Stretch, stretch
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
 
     from warmslot.router.journal import Reading
     from warmslot.router.scheduler import InFlight
+
+LEAST_REQUESTS: Final = 30
+"""Finished requests below which there is no advice."""
 
 LEAST_RETURNS: Final = 10
 """Calls that came back to a conversation: reuse is about these."""
@@ -109,14 +111,17 @@ def advise(
     slots: Sequence[int] = (),
     host: HostMemory = ENGINES_OWN,
     copy: float | None = None,
+    backend: str = "",
+    latest: int | None = None,
 ) -> tuple[Advice, Reading]:
     """Advice from a journal. ``kv_tokens``: what all slots together may hold; else what they hold now.
 
     ``slots``: the counts to choose from; else all that the load may need. ``host``: the prompt cache in host
     memory that is weighed; ``copy``: seconds to move a token's context there or back, where the journal
-    cannot tell. Raises :class:`AdviceError`, :class:`~warmslot.router.journal.JournalError`.
+    cannot tell; ``backend`` and ``latest``: as for :func:`~.advise_stretch.stretch`. Raises
+    :class:`AdviceError`, :class:`~warmslot.router.journal.JournalError`.
     """
-    part, reading = stretch(path, WORK // _FORECASTS, progress)
+    part, reading = stretch(path, WORK // _FORECASTS, progress, backend=backend, latest=latest)
     found = advise_on(part, kv_tokens=kv_tokens, slots=slots, host=host, copy=copy, progress=progress)
     return found, reading
 

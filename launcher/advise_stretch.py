@@ -9,7 +9,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from warmslot.router.journal import Reading, read
+from warmslot.router.journal import JournalError, Reading, files_of, newest_of, read
 from warmslot.router.records import BackendChange, Opening, Record
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _EARLIER: Final = 256
 """Requests before a stretch that tell what was warm when it began."""
+
+_READINGS: Final = 3
+"""Of a journal whose files are put aside meanwhile."""
 
 _SAMPLE: Final = 400
 """Requests of each kind that are kept for their rates alone."""
@@ -108,45 +111,108 @@ class _Runs:
         return list(next(runs, _Run(0.0)).sample)
 
 
-def stretch(path: Path, limit: int, progress: Callable[[str, int, int], None]) -> tuple[Stretch, Reading]:
-    """The busiest ``limit`` requests in a row of a journal. Raises JournalError."""
-    times: list[tuple[float, int]] = []
-    runs, reading = _Runs(), Reading()
-    for number, entry in enumerate(read(path, reading)):
+@dataclass(slots=True)
+class _Times:
+    """What a first reading tells of the requests that can be used."""
+
+    of: list[tuple[float, int]] = field(default_factory=list)
+    """When each came, and its tokens."""
+    latest: deque[int] = field(default_factory=deque)
+    """For each of the latest requests of any kind: how many that can be used had come before it."""
+
+    @property
+    def first(self) -> int:
+        """Number of the first one that is looked at."""
+        return self.latest[0] if self.latest else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A journal, and what of it is looked at."""
+
+    path: Path
+    files: list[Path]
+    backend: str
+
+    def usable(self, record: Record) -> bool:
+        """Whether a request tells what is needed, and is of the backend."""
+        return _usable(record) and self.backend in {"", record.backend}
+
+
+def stretch(
+    path: Path,
+    limit: int,
+    progress: Callable[[str, int, int], None],
+    *,
+    backend: str = "",
+    latest: int | None = None,
+) -> tuple[Stretch, Reading]:
+    """The busiest ``limit`` requests in a row of a journal. Raises JournalError.
+
+    ``backend``: of its requests; else of all, and then those of the backend that has most of them.
+    ``latest``: of so many of the latest requests in the journal.
+    """
+    for _ in range(_READINGS):
+        source = _Source(path, _files(path, latest), backend)
+        times, runs, reading = _first_reading(source, latest, progress)
+        begin = times.first
+        first, last = (begin + at for at in _busiest(times.of[begin:], limit))
+        records, earlier = _second_reading(source, first, last, reading.lines, progress)
+        # A file that was put aside in between is another one by now.
+        if [one.time for one in records] == [time for time, _ in times.of[first:last]]:
+            break
+    else:
+        raise JournalError(f"journal {path}: its files are put aside faster than they are read")
+    names = Counter(one.backend for one in records)
+    backend = names.most_common(1)[0][0] if names else backend
+    mine, before = ([one for one in part if one.backend == backend] for part in (records, earlier))
+    run = runs.at(backend, mine[-1].time if mine else 0.0)
+    otherwise = runs.sample(backend, drafts=not run.drafts)
+    return (
+        Stretch(mine, before, len(times.of) - begin, run.slots, run.context, backend, run.drafts, otherwise),
+        reading,
+    )
+
+
+def _files(path: Path, latest: int | None) -> list[Path]:
+    files = files_of(path)
+    try:
+        return files if latest is None else newest_of(files, latest)
+    except OSError as error:
+        raise JournalError(f"journal {path}: {error.strerror or error}") from error
+
+
+def _first_reading(
+    source: _Source, latest: int | None, progress: Callable[[str, int, int], None]
+) -> tuple[_Times, _Runs, Reading]:
+    times, runs, reading = _Times(latest=deque(maxlen=latest)), _Runs(), Reading()
+    for number, entry in enumerate(read(source.path, reading, source.files)):
         if number % 1000 == 0:
             progress("reading", number, 0)
         if isinstance(entry, Opening):
             continue
         if isinstance(entry, BackendChange):
             runs.see(entry)
-        elif _usable(entry):
+            continue
+        if latest is not None:
+            times.latest.append(len(times.of))
+        if source.usable(entry):
             runs.see(entry)
-            times.append((entry.time, entry.prompt_tokens + entry.output_tokens))
-    records, earlier = _records(
-        path, *_busiest(times, limit), lambda done: progress("reading again", done, reading.lines)
-    )
-    names = Counter(one.backend for one in records)
-    backend = names.most_common(1)[0][0] if names else ""
-    mine, before = ([one for one in part if one.backend == backend] for part in (records, earlier))
-    run = runs.at(backend, mine[-1].time if mine else 0.0)
-    otherwise = runs.sample(backend, drafts=not run.drafts)
-    return (
-        Stretch(mine, before, len(times), run.slots, run.context, backend, run.drafts, otherwise),
-        reading,
-    )
+            times.of.append((entry.time, entry.prompt_tokens + entry.output_tokens))
+    return times, runs, reading
 
 
-def _records(
-    path: Path, first: int, last: int, progress: Callable[[int], None]
+def _second_reading(
+    source: _Source, first: int, last: int, lines: int, progress: Callable[[str, int, int], None]
 ) -> tuple[list[Record], list[Record]]:
     """The usable requests from number ``first`` up to ``last``, and some before."""
     records: list[Record] = []
     earlier: deque[Record] = deque(maxlen=_EARLIER)
     place = 0
-    for number, entry in enumerate(read(path) if last > first else ()):
+    for number, entry in enumerate(read(source.path, files=source.files) if last > first else ()):
         if number % 1000 == 0:
-            progress(number)
-        if isinstance(entry, Record) and _usable(entry):
+            progress("reading again", number, lines)
+        if isinstance(entry, Record) and source.usable(entry):
             (records if place >= first else earlier).append(replace(entry, candidates=(), text=None))
             place += 1
             if place == last:

@@ -154,6 +154,15 @@ def advise(
         int,
         typer.Option(min=256, help="MiB of the engine's prompt cache in host memory, where that is weighed."),
     ] = 8192,
+    backend: Annotated[
+        str, typer.Option(help="Of this backend; else of the busiest.", show_default=False)
+    ] = "",
+    latest: Annotated[
+        int | None,
+        typer.Option(
+            min=30, help="Of so many of the latest requests in the journal; else of all.", show_default=False
+        ),
+    ] = None,
     copy: Annotated[
         float | None,
         typer.Option(
@@ -212,6 +221,8 @@ def advise(
                 slots=_counts(slots, "--slots"),
                 host=cache_for(cache_ram, facts, args),
                 copy=None if copy is None else 1 / copy,
+                backend=backend,
+                latest=latest,
                 progress=progress,
             )
             if measure and path is not None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
 
+    from warmslot.router.advice import Advised
     from warmslot.router.dispatcher import Dispatcher
 
     from .reloading import Reloader
@@ -33,7 +34,7 @@ SHAPE = ("slots", "context")
 
 
 class Operations:
-    """The actions of one run. ``address`` is where it serves."""
+    """The actions of one run. ``address`` is where it serves, ``advised`` what is advised, by backend."""
 
     def __init__(
         self,
@@ -43,12 +44,14 @@ class Operations:
         reloader: Reloader,
         *,
         address: str,
+        advised: Mapping[str, Advised],
     ) -> None:
         self._file = file
         self._reloader = reloader
         self._supervisor = supervisor
         self._dispatcher = dispatcher
         self._address = address
+        self._advised = advised
         self._since = time.time()
         self._changing = asyncio.Lock()
         """Changes are made one after the other."""
@@ -89,12 +92,14 @@ class Operations:
     def _backend(self, pool: str, name: str, status: BackendStatus | None) -> dict[str, Any]:
         known = self._dispatcher.fleet.backend(name)
         slots = [slot for slot in self._dispatcher.slots() if slot.ref.backend == name]
+        found = self._advised.get(name)
         shown: dict[str, Any] = {
             "name": name,
             "pool": pool,
             "busy": sum(slot.busy for slot in slots),
             "warm": sum(slot.resident_tokens > 0 for slot in slots),
             "resident_tokens": sum(slot.resident_tokens for slot in slots),
+            "advised": None if found is None else asdict(found),
         }
         if status is None:
             up = known is not None and known.up

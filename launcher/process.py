@@ -179,7 +179,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=None if outlive else _die_with_parent(os.getpid()),  # noqa: PLW1509 - two system calls, made ready before
+            preexec_fn=None if outlive else die_with_parent(os.getpid()),  # noqa: PLW1509 - two system calls, made ready before
         )
         return cls(process, on_line)
 
@@ -255,8 +255,11 @@ class Child:
         self._on_line(line)
 
 
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """What the child does between fork and exec, so that it cannot outlive a parent that is killed."""
+def die_with_parent(parent: int) -> Callable[[], None] | None:
+    """What a child does at its beginning, so that it cannot outlive a parent that is killed.
+
+    An engine does it between fork and exec. ``None`` where the system knows no such thing.
+    """
     prctl = _PRCTL
     if prctl is None:
         return None

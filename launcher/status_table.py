@@ -31,7 +31,8 @@ def show(status: Mapping[str, Any], console: Console | None = None) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("backend", "pool", "state"):
         table.add_column(name, no_wrap=True)
-    for name in ("slots", "busy", "warm", "tokens held", "context", "memory", "restarts", "process"):
+    figures = ("slots", "advised", "busy", "warm", "tokens held", "context", "memory", "restarts", "process")
+    for name in figures:
         table.add_column(name, justify="right", no_wrap=True)
     for backend in status["backends"]:
         table.add_row(*_row(backend))
@@ -52,6 +53,7 @@ def _row(backend: Mapping[str, Any]) -> list[Text | str]:
         Text(backend["pool"]),
         Text(state, style=_GOOD.get(state, "yellow")),
         _number(backend["slots"]),
+        _number(_advised(backend)),
         _number(backend["busy"]),
         _number(backend["warm"]),
         _number(backend["resident_tokens"]),
@@ -60,6 +62,12 @@ def _row(backend: Mapping[str, Any]) -> list[Text | str]:
         _number(backend.get("restarts")),
         str(backend.get("pid") or "–"),
     ]
+
+
+def _advised(backend: Mapping[str, Any]) -> int | None:
+    """Slots; ``None`` while there is no advice."""
+    found = backend["advised"]
+    return None if found is None else found["slots"] or None
 
 
 def _number(value: int | None) -> str:

@@ -95,7 +95,10 @@ def watch(console: Console, url: str, *, key: str | None = None, once: bool = Fa
 def view(snapshot: Mapping[str, Any], now: float) -> RenderableType:
     """Everything, as it is at ``now`` (the router's clock)."""
     parts: list[RenderableType] = [_reuse(snapshot, now)]
-    parts += [_slots(backend, now) for backend in snapshot["backends"]]
+    for backend in snapshot["backends"]:
+        parts.append(_slots(backend, now))
+        if (advised := backend.get("advised")) and advised["slots"]:
+            parts.append(Text(f"advised: {advised['headline']} (confidence {advised['confidence']})"))
     parts += [_queue(pool, now) for pool in snapshot["pools"] if pool["waiting"]]
     if snapshot["finished"]:
         parts.append(_finished(snapshot["finished"], now))

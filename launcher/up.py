@@ -21,6 +21,7 @@ import uvicorn
 from warmslot.router.app import create_router, server_config
 from warmslot.router.journal import JournalError
 
+from .advisor import Advisor
 from .attendants import Attendants
 from .control import Control, ControlError
 from .display import Display, plain_console
@@ -245,7 +246,9 @@ class _Session:
             Parts(self._router, self._supervisor, self._warmth, self._warm_up, self._attendants),
         )
         self._operations = Operations(
-            file, self._supervisor, self._router.dispatcher, self._reloader, address=self._address()
+            *(file, self._supervisor, self._router.dispatcher, self._reloader),
+            address=self._address(),
+            advised=self._router.advised,
         )
         self._control = Control(folder.path, self._operations.actions)
         self._reloading: set[asyncio.Task[None]] = set()
@@ -274,6 +277,9 @@ class _Session:
             asyncio.create_task(MemoryWatch().run(), name="memory"),
             asyncio.create_task(self._warm_up.run(self._address(), self._key), name="warm-up"),
         ]
+        if (journal := self._router.journal) is not None:
+            advisor = Advisor(self._reloader.config, journal, self._backends, self._router.advise)
+            watching.append(asyncio.create_task(advisor.run(), name="advisor"))
         work = asyncio.create_task(self._work(), name="backends")
         asked = asyncio.create_task(self._signals.get(), name="signal")
         await asyncio.wait({serving, work, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -313,8 +319,11 @@ class _Session:
                     raise StartError(_explain(self._supervisor.status()))
                 await self._supervisor.began.wait()
 
+    def _backends(self) -> list[Backend]:
+        return [backend for pool in self._reloader.config.pools for backend in pool.backends]
+
     def _has_remote(self) -> bool:
-        return any(one.url is not None for pool in self._reloader.config.pools for one in pool.backends)
+        return any(backend.url is not None for backend in self._backends())
 
     def _reload(self) -> None:
         task = asyncio.create_task(self._reloaded(), name="reload")

@@ -37,10 +37,11 @@ from .ui import Feed, LiveEvents, LivePage, SwitchedOff
 from .values import Route
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from starlette.types import ASGIApp
 
+    from .advice import Advised
     from .config import Backend, Config, Scheduling
     from .observer import Observer
 
@@ -61,7 +62,7 @@ STEERED = {"/v1/messages": Route.MESSAGES}
 
 
 START_ONLY = (
-    *("listen", "journal", "state", "ui", "load_at_once"),
+    *("listen", "journal", "advice", "state", "ui", "load_at_once"),
     "limits.header_timeout",  # of connections, which outlast a reload
     "endpoint.isolation",  # what slots hold came in without it
 )
@@ -87,6 +88,8 @@ class Router:
     lasting: Lasting
     journal: Journal | None = None
     live: Live | None = None
+    advised: dict[str, Advised] = field(default_factory=dict)
+    """What an advisor found last, by backend."""
 
     def reconfigure(self, config: Config) -> None:
         """Serve by another configuration from now on; what only a start reads is not looked at.
@@ -115,10 +118,22 @@ class Router:
             config, dispatcher, self.metrics, self.journal, self.live, lasting=self.lasting
         )
 
+    def advise(self, advised: Mapping[str, Advised]) -> None:
+        """Say from now on what an advisor found, by backend; of others what was said of them stays.
+
+        What it found of backends that were removed meanwhile is dropped.
+        """
+        known = {name: one for name, one in advised.items() if self.dispatcher.backend(name) is not None}
+        self.advised.update(known)
+        self.metrics.advise(known)
+        if self.live is not None:
+            self.live.advise(known)
+
     async def remove_backend(self, name: str) -> None:
         """Forget a backend; see :meth:`.fleet.Fleet.remove_backend`."""
         await self.dispatcher.fleet.remove_backend(name)
         self.connector.forget(name)
+        self.advised.pop(name, None)
         self._tell()
 
     async def remove_pool(self, name: str) -> None:

@@ -337,6 +337,16 @@ class Journal(Section):
     """Keep the text of prompts and answers as well. Without it the journal holds hashes and numbers only."""
 
 
+class Advice(Section):
+    """What `warmslot advise` says of the journal as it grows; without a journal there is none."""
+
+    every: Seconds = 900.0
+    """How often that is worked out anew, at most; 30 more requests are needed each time. A process of its own
+    does it, at the lowest priority. 0: never."""
+    latest: int = Field(default=20_000, ge=100, le=1_000_000)
+    """So many of the latest requests in the journal are looked at."""
+
+
 class State(Section):
     """What outlasts a run: which engines run, their logs, and the socket that `warmslot status` asks."""
 
@@ -369,6 +379,8 @@ class Config(Section):
     """What clients may ask for."""
     journal: Journal = Journal()
     """The record of finished requests."""
+    advice: Advice = Advice()
+    """What `warmslot_advised_slots`, the live page and `warmslot status` say of the number of slots."""
     state: State = State()
     """What outlasts a run."""
     ui: bool = True

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from .outline import Outliner
-from .records import BackendChange, Decoder, Encoder, Entry, LineError, Opening, Record
+from .records import REQUEST, BackendChange, Decoder, Encoder, Entry, LineError, Opening, Record
 from .values import Route, extend_chain
 
 if TYPE_CHECKING:
@@ -330,6 +330,7 @@ class Writer:
         self._pending_requests = 0
         self._unsynced_since: float | None = None
         self._failing = False
+        self._up: dict[str, BackendChange] = {}
         self.written = 0
 
     def open(self) -> None:
@@ -348,9 +349,15 @@ class Writer:
         if self._size and os.pread(descriptor, 1, self._size - 1) != b"\n":
             self._pending.append(b"\n")  # closes a line that was torn by a crash
         self._pending.append(self._encoder.opening(self._opening()))
+        # Said in every file, since the one in which it was said first is thrown away one day.
+        self._pending += [self._encoder.change(entry) for entry in self._up.values()]
 
     def put(self, entry: Record | BackendChange) -> bool:
         """Add one entry; whole files are rotated on the way. False if it was lost."""
+        if isinstance(entry, BackendChange):
+            self._up.pop(entry.backend, None)
+            if entry.up:
+                self._up[entry.backend] = entry
         if self._file is None and not self._reopen():
             return False
         line = self._line(entry)
@@ -496,6 +503,21 @@ def files_of(path: Path) -> list[Path]:
     return [*found, path] if path.exists() else found
 
 
+def newest_of(files: Sequence[Path], requests: int) -> list[Path]:
+    """The last of a journal's files, as many as hold so many requests; all of them if those are fewer.
+
+    Raises OSError.
+    """
+    kept: list[Path] = []
+    for file in reversed(files):
+        if requests <= 0:
+            break
+        kept.insert(0, file)
+        with file.open("rb") as stream:
+            requests -= sum(line.startswith(REQUEST) for line in stream)
+    return kept
+
+
 @dataclass(slots=True)
 class Reading:
     """How the reading of a journal went."""
@@ -507,14 +529,16 @@ class Reading:
     """File, line number and what was wrong with the first of these."""
 
 
-def read(path: Path, reading: Reading | None = None) -> Iterator[Entry]:
+def read(path: Path, reading: Reading | None = None, files: Sequence[Path] | None = None) -> Iterator[Entry]:
     """All entries of a journal, rotated files included, in the order in which they were written.
 
-    What cannot be read is skipped and counted in ``reading``. Raises :class:`JournalError` where there is no
-    file, or not one line of a journal in it.
+    That a backend is up is said again in each file; it is given once. What cannot be read is skipped and
+    counted in ``reading``. ``files``: those that are read, in their order, else all. Raises
+    :class:`JournalError` where there is no file, or not one line of a journal in it.
     """
     reading = Reading() if reading is None else reading
-    files = files_of(path)
+    files = files_of(path) if files is None else files
+    told: dict[str, BackendChange] = {}
     if not files:
         raise JournalError(f"journal {path}: no such file")
     understood = False
@@ -530,9 +554,14 @@ def read(path: Path, reading: Reading | None = None) -> Iterator[Entry]:
                         reading.skipped += 1
                         reading.why = reading.why or f"{file}:{number}: {error}"
                         continue
-                    if entry is not None:
-                        understood = True
-                        yield entry
+                    if entry is None:
+                        continue
+                    understood = True
+                    if isinstance(entry, BackendChange):
+                        if told.get(entry.backend) == entry:
+                            continue
+                        told[entry.backend] = entry
+                    yield entry
         except OSError as error:
             raise JournalError(f"journal {file}: {error.strerror or error}") from error
     if reading.lines and not understood:

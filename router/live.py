@@ -11,6 +11,7 @@ import hashlib
 import statistics
 import time
 from collections import deque
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .shadow import COUNTS, UNBOUNDED
@@ -19,6 +20,7 @@ from .values import Loss
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from .advice import Advised
     from .dispatcher import Dispatcher
     from .settling import Held
     from .values import HostMemoryView, Lease, Outcome, Report, Request, SlotView
@@ -94,15 +96,22 @@ class Live:
         self._restarts: dict[str, int] = {}
         self._was_down: set[str] = set()
         self._groups: dict[str, int] = {}
+        self._advised: dict[str, Advised] = {}
         self.follow(pools)
 
     def follow(self, pools: Mapping[str, Sequence[str]]) -> None:
         """From now on there are these pools with these backends."""
         self._pools = {pool: list(names) for pool, names in pools.items()}
+        known = {name for names in pools.values() for name in names}
+        self._advised = {name: found for name, found in self._advised.items() if name in known}
         for name in (name for names in pools.values() for name in names):
             self._history.setdefault(name, History())
             self._hour.setdefault(name, History(60.0, HOUR, _HOUR_SUMS))
             self._restarts.setdefault(name, 0)
+
+    def advise(self, advised: Mapping[str, Advised]) -> None:
+        """What an advisor found, by backend."""
+        self._advised |= advised
 
     # -- told by the dispatcher ----------------------------------------------------------------------------
 
@@ -204,6 +213,7 @@ class Live:
                     "slots": [self._slot(view, held) for view in slots.get(backend.name, ())],
                     "sums": self._sums(backend.name, now),
                     "host_memory": _host_memory(dispatcher.host_memory(backend.name)),
+                    "advised": _advised(self._advised.get(backend.name)),
                 }
                 for pool, backends in dispatcher.fleet.pools.items()
                 for backend in backends
@@ -300,6 +310,10 @@ class Live:
 
 def _host_memory(seen: HostMemoryView | None) -> dict[str, Any] | None:
     return None if seen is None else {"contexts": seen.entries, "tokens": seen.tokens, "pays": seen.pays}
+
+
+def _advised(found: Advised | None) -> dict[str, Any] | None:
+    return None if found is None else asdict(found)
 
 
 def _tag(session: str) -> str:

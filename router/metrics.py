@@ -19,16 +19,15 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
-from . import advice
 from .auth import ANYONE
 from .curves import BLOCK_NAMES, LEVEL_NAMES, DecodeLevels, DemandClock, PrefillCurve
 from .exposition import Exposition, Family
-from .shadow import UNBOUNDED
 from .values import Decision, Loss, Route, Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from .advice import Advised
     from .dispatcher import Dispatcher
     from .generation import Passage
     from .journal import Journal
@@ -102,8 +101,6 @@ class Metrics:
         self._went_down: dict[str, str] = {}
         self._resident_seen: set[SlotRef] = set()
         self._journal: Journal | None = None
-        self._judged: dict[str, int] = {}
-        self._reused: dict[str, dict[int, int]] = {}
         self._families: list[Family] = []
         self._define()
         self._exposition = Exposition(self._families)
@@ -134,7 +131,7 @@ class Metrics:
         self._pools = {pool: list(names) for pool, names in pools.items()}
         backends = {name: pool for pool, names in pools.items() for name in names}
         for pool in pools.keys() - self._demand.keys():
-            self._demand[pool], self._judged[pool], self._reused[pool] = DemandClock(now), 0, {}
+            self._demand[pool] = DemandClock(now)
             self._create_pool(pool)
         for name in backends.keys() - self._backends:
             self._curves.setdefault(name, PrefillCurve())
@@ -151,6 +148,11 @@ class Metrics:
     def watch(self, journal: Journal) -> None:
         """Count what the journal writes and drops."""
         self._journal = journal
+
+    def advise(self, advised: Mapping[str, Advised]) -> None:
+        """What an advisor found, by backend. Backends that there are no more are passed over."""
+        for name in advised.keys() & self._backends:
+            self.advised.labels(name).set(advised[name].slots)
 
     @property
     def families(self) -> Sequence[Family]:
@@ -270,7 +272,12 @@ class Metrics:
             "Tokens that would have been reused if the pool had so many slots.",
             *("pool", "slots"),
         )
-        self.advised = gauge("advised_slots", "Advised slot count; 0 while there is no advice.", "backend")
+        self.advised = gauge(
+            "advised_slots",
+            "Slot count that `warmslot advise` finds best for the latest of the journal; "
+            "0 while there is no advice.",
+            "backend",
+        )
         self.queued = gauge("queue_requests", "Requests that wait for a lease.", "pool")
         self.inflight = gauge("inflight_requests", "Leases that are out.", "backend")
         self.up = gauge("backend_up", "1 while the backend serves.", "backend")
@@ -400,12 +407,8 @@ class Metrics:
         self.length.labels(backend).observe(report.cached_tokens + report.processed_tokens)
         for reason, tokens in report.losses.items():
             self.recomputed.labels(backend, reason).inc(tokens)
-        self._judged[request.pool] += 1
         for slots, tokens in report.shadow.items():
             self.shadow.labels(request.pool, slots).inc(tokens)
-            if slots != UNBOUNDED:
-                reused = self._reused[request.pool]
-                reused[int(slots)] = reused.get(int(slots), 0) + tokens
         self.prefill_seconds.labels(backend).inc(outcome.prefill_seconds)
         curve, cached = self._curves[backend], report.cached_tokens
         if report.processed_tokens:
@@ -452,7 +455,6 @@ class Metrics:
             levels.settle(now)
             self._catch_up(self.level_seconds, (backend,), LEVEL_NAMES[1:], levels.seconds[1:])
             self._catch_up(self.level_tokens, (backend,), LEVEL_NAMES[1:], levels.tokens[1:])
-        self._advise()
         for ref in list(self._busy_since):
             self._count_busy(ref, now)
         if (journal := self._journal) is not None:
@@ -463,12 +465,6 @@ class Metrics:
         for ref, tokens in seen.items():
             self.resident.labels(ref.backend, str(ref.slot)).set(tokens)
         self._resident_seen = set(seen)
-
-    def _advise(self) -> None:
-        for pool, names in self._pools.items():
-            advised = advice.per_backend(self._judged[pool], self._reused[pool], len(names))
-            for name in names:
-                self.advised.labels(name).set(advised)
 
     def _count_busy(self, ref: SlotRef, now: float) -> None:
         since = self._busy_since.get(ref)

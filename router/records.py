@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 VERSION: Final = 1
 
+REQUEST: Final = b'{"kind":"request"'
+"""How the line of a request begins."""
+
 WINDOW: Final = 512
 """A parent is one of this many requests before."""
 

@@ -33,6 +33,8 @@ SCRAPED = "10s"
 """Window of rates; Grafana takes four scrape intervals at least."""
 
 CONFIG = """
+journal: {path: journal.jsonl}
+advice: {every: 1m}
 listen: {port: 0}
 keys:
   - {name: desk, value: desk-key}

@@ -117,6 +117,8 @@ class Run:
     """Requests that were answered with 4xx before they had a slot."""
     seconds: float
     """Between the first scrape and the last."""
+    advised: int
+    """Slots, as ``warmslot advise`` says of the journal."""
 
     @property
     def told(self) -> list[Record]:
@@ -209,7 +211,7 @@ class Run:
                 count = Counter(restarts(self.changes))
                 return {f"{name} {why}": 3600 * count[why] / WINDOW for why in RESTARTS}
             case "Slots: advised and current":
-                return {f"{name} advised": self._advised(), f"{name} current": self.slots}
+                return {f"{name} advised": self.advised, f"{name} current": self.slots}
             case "Decode throughput by busy slots":
                 return self.notes.decoded()
             case "Context of a slot and length of prompts":
@@ -246,11 +248,6 @@ class Run:
             seconds += one.prefill_seconds + off
             avoided += (one.cached_tokens or 0) * seconds / tokens
         return avoided
-
-    def _advised(self) -> int:
-        assert len(self.told) >= 30
-        reused = {int(n): tokens for n, tokens in self.notes.shadow.items() if n != "unbounded"}
-        return min(n for n, tokens in reused.items() if tokens >= 0.99 * max(reused.values()))
 
     def _demand(self) -> dict[str, Range]:
         steps = sorted(

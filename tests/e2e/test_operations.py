@@ -54,7 +54,7 @@ async def test_status_set_restart_and_logs(up: StartUp, quick: str, warmslot: Co
     code, out, _ = await warmslot("status")
     assert code == 0
     assert f"at {running.url}" in out
-    assert out.splitlines()[2].split()[:5] == ["one", "demo", "ready", "2", "0"]
+    assert out.splitlines()[2].split()[:6] == ["one", "demo", "ready", "2", "–", "0"]
 
     before = json.loads((await warmslot("status", "--json"))[1])["backends"][0]
     assert (await warmslot("set", "one", "--slots", "3"))[:2] == (0, "one: ready, 3 slots of 1024 tokens\n")

@@ -339,11 +339,12 @@ async def test_what_only_a_start_reads_is_named_each_time(site: Any, backend: An
             "listen": {"port": 1},
             "limits": {"header_timeout": 7},
             "journal": {"files": 3},
+            "advice": {"every": 60},
             "state": {"log_files": 2},
             "endpoint": {"isolation": True},
         }
         said = [
-            *("listen.port", "journal.files", "state.log_files", "ui", "load_at_once"),
+            *("listen.port", "journal.files", "advice.every", "state.log_files", "ui", "load_at_once"),
             *("limits.header_timeout", "endpoint.isolation"),
         ]
         for _ in range(2):

@@ -17,14 +17,11 @@ from warmslot.launcher.forecast import Forecast, Setup, forecast
 from warmslot.launcher.load import load_of
 from warmslot.launcher.memory import Layer, Model
 from warmslot.launcher.speeds import copy_of, speeds_of
-from warmslot.router.advice import per_backend, slots_for
 from warmslot.router.records import Record
 from warmslot.router.values import HostMemory
 
-from tests.fakes.llama_server import FakeLlamaServer
 from tests.support import agents, field_note
 from tests.support.journals import START, write
-from tests.support.router import serving
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -351,20 +348,41 @@ def test_equal_results_go_to_the_smaller_setup() -> None:
     assert choose([one(8, 100.0, 5.0), one(4, 101.0, 9.0)]).setup.slots == 8
 
 
-def test_the_live_gauge_takes_the_fewest_slots_that_lose_nothing() -> None:
-    reused = {1: 100, 2: 500, 4: 995, 8: 1000, 16: 1000}
-    assert slots_for(reused) == 4
-    assert slots_for({1: 0, 2: 0}) == 1
-    assert slots_for({}) == 0
-    assert per_backend(100, reused, 1) == 4
-    assert per_backend(100, reused, 3) == 2
-    assert per_backend(29, reused, 1) == 0
+def test_only_the_latest_requests_are_looked_at_and_only_the_newest_files(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    entries = list(agents.journal(agents.load(4, 24), RATES, Setup(4, 8192, "slots")))
+    head, rest = entries[:2], entries[2:]
+    third = len(rest) // 3
+    for number, name in ((0, "journal.jsonl.2"), (1, "journal.jsonl.1"), (2, "journal.jsonl")):
+        write(tmp_path / name, [*head, *rest[number * third : (number + 1) * third]])
+    (tmp_path / "journal.jsonl.2").write_bytes(b"not looked at")
+    found, reading = advise(path, kv_tokens=None, progress=quiet, latest=third + 10)
+    assert found.stretch.whole == third + 10
+    assert found.stretch.records[0].id == rest[2 * third - 10].id
+    assert found.stretch.earlier[-1].id == rest[2 * third - 11].id
+    assert (found.stretch.slots, found.stretch.context) == (4, 8192)
+    assert reading.skipped == 0
+    assert advise(path, kv_tokens=None, progress=quiet)[1].skipped == 1
 
 
-async def test_a_running_router_advises_once_it_has_seen_enough() -> None:
-    async with FakeLlamaServer() as fake, serving([fake]) as service:
-        for number in range(29):
-            await service.chat(f"conversation {number % 2} says much the same")
-        assert await service.metric("warmslot_advised_slots", backend="b0") == 0
-        await service.chat("conversation 0 says much the same")
-        assert await service.metric("warmslot_advised_slots", backend="b0") in {1, 2}
+def test_a_journal_that_rotates_while_it_is_read_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    entries = list(agents.journal(agents.load(4, 24), RATES, Setup(4, 8192, "slots")))
+    half = len(entries) // 2
+    write(tmp_path / "journal.jsonl.1", entries[:half])
+    write(path, [*entries[:2], *entries[half:]])
+    expected = advise(path, kv_tokens=None, progress=quiet)[0].stretch.records
+    rotated = False
+
+    def rotate(what: str, done: int, total: int) -> None:
+        nonlocal rotated
+        del total
+        if what == "reading again" and not done and not rotated:
+            rotated = True
+            path.with_name("journal.jsonl.1").replace(tmp_path / "journal.jsonl.2")
+            path.replace(tmp_path / "journal.jsonl.1")
+            write(path, entries[:2])
+
+    found = advise(path, kv_tokens=None, progress=rotate)[0].stretch.records
+    assert rotated
+    assert [one.id for one in found] == [one.id for one in expected]

@@ -121,6 +121,18 @@ def test_reuse_of_the_hour_is_shown_for_as_long_as_the_router_runs() -> None:
         assert said in out.getvalue()
 
 
+def test_advice_is_shown_beside_the_backend() -> None:
+    backend = {"name": "b", "state": "up", "context": 100, "restarts": 0, "slots": []}
+    found = {"slots": 8, "headline": "--parallel 8, one at a time", "confidence": "high"}
+    out = io.StringIO()
+    snapshot = {"started": 0.0, "column_seconds": 15.0, "pools": [], "finished": []}
+    for advised in (found, {**found, "slots": 0}, None):
+        shown = {**snapshot, "backends": [{**backend, "advised": advised}]}
+        Console(file=out, width=160).print(view(shown, 10.0))
+    assert out.getvalue().count("advised: ") == 1
+    assert "advised: --parallel 8, one at a time (confidence high)" in out.getvalue()
+
+
 def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
     snapshot = {
         "started": 0.0,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from warmslot.router.config import Journal as JournalConfig
-from warmslot.router.journal import QUEUE_ENTRIES, Journal, JournalError, Reading, files_of, read
+from warmslot.router.journal import QUEUE_ENTRIES, Journal, JournalError, Reading, files_of, newest_of, read
 from warmslot.router.records import BackendChange, Opening, Record
 from warmslot.router.values import Prompt
 
@@ -73,6 +73,34 @@ def test_files_rotate_stay_below_the_bound_and_each_stands_alone(tmp_path: Path)
         reading = Reading()
         assert any(isinstance(entry, Record) for entry in read(file, reading))
         assert reading.skipped == 0
+
+
+def test_what_is_up_is_told_in_each_file_and_read_once(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path / "journal.jsonl", {"file_size": 2**16, "files": 2})
+    scribe.journal.backend_changed("gone", up=True, slots=2, context=256, reason="")
+    scribe.journal.backend_changed("gone", up=False, slots=0, context=0, reason="stopped")
+    scribe.journal.backend_changed("b", up=True, slots=4, context=512, reason="")
+    for number in range(600):
+        scribe.serve(turn(number % 7, 12 + number // 7), session=f"s{number % 7}")
+    assert len(scribe.records()) < 600  # the file of the start is thrown away
+    up = BackendChange(1100.0, "b", up=True, slots=4, context=512)
+    for file in files_of(scribe.path):
+        assert [one for one in read(file, files=[file]) if isinstance(one, BackendChange)] == [up]
+    assert [entry for entry in read(scribe.path) if isinstance(entry, BackendChange)] == [up]
+    scribe.journal.close()
+
+
+def test_the_newest_files_are_those_that_hold_so_many_requests(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path / "journal.jsonl", {"file_size": 2**16, "files": 3})
+    for number in range(600):
+        scribe.serve(turn(number % 7, 12 + number // 7), session=f"s{number % 7}")
+    scribe.journal.close()
+    files = files_of(scribe.path)
+    counts = [sum(isinstance(one, Record) for one in read(file, files=[file])) for file in files]
+    assert newest_of(files, counts[2]) == files[2:]
+    assert newest_of(files, counts[2] + 1) == files[1:]
+    assert newest_of(files, 10_000) == files
+    assert list(read(scribe.path, files=files[1:]))[-1] == list(read(scribe.path))[-1]
 
 
 def test_only_its_owner_may_read_it(scribe: Scribe) -> None:

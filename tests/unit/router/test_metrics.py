@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from warmslot.router.advice import Advised
 from warmslot.router.metrics import Metrics
 from warmslot.router.values import (
     Decision,
@@ -74,6 +75,19 @@ def test_every_known_series_exists_before_anything_happened() -> None:
     assert "_created" not in text
     for line in text.splitlines():
         assert line.startswith("#") or LINE.fullmatch(line), line
+
+
+def test_advised_slots_are_what_an_advisor_says() -> None:
+    metrics = Metrics({"m": ["b", "c"]})
+    assert sample(metrics.text().decode(), "warmslot_advised_slots") == 0
+    metrics.advise({"b": Advised(4, "why", 1.0), "nobody": Advised(9, "why", 1.0)})
+    text = metrics.text().decode()
+    assert [sample(text, "warmslot_advised_slots", backend=name) for name in ("b", "c")] == [4, 0]
+    assert "nobody" not in text
+    metrics.advise({"b": Advised(0, "too little data", 2.0)})
+    assert sample(metrics.text().decode(), "warmslot_advised_slots", backend="b") == 0
+    metrics.follow({"m": ["c"]})
+    assert 'advised_slots{backend="b"}' not in metrics.text().decode()
 
 
 def test_two_routers_do_not_share_their_numbers() -> None:

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from warmslot.router.advice import Advised
 
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.support.browser import page_of
@@ -47,6 +48,30 @@ async def test_it_names_the_count_that_is_enough_and_says_whether_to_believe_it(
     assert await said(page, 6, 600, [100, 200, 300, 400, 500, 700, 900]) == (
         "6 slots reused 60.0 %. 32 slots would reuse 70.0 %; more are not modelled."
     )
+
+
+async def test_it_says_what_an_advisor_found_and_why(page: Any) -> None:
+    found = {
+        "slots": 4,
+        "headline": "--parallel 4, one at a time",
+        "confidence": "low",
+        "reason": "So.",
+        "time": 0,
+    }
+    text = await page.evaluate(f"advised({json.dumps({'name': 'b', 'advised': found})})")
+    assert text.startswith("b, ")
+    assert text.endswith(" ago: --parallel 4, one at a time (confidence low). So.")
+    found |= {"slots": 0, "reason": "too little data"}
+    text = await page.evaluate(f"advised({json.dumps({'name': 'b', 'advised': found})})")
+    assert text.endswith(" ago: no advice, too little data")
+
+
+async def test_advice_stands_on_the_page_once_there_is_some(browser: Any) -> None:
+    async with FakeLlamaServer() as fake, serving([fake]) as service, page_of(browser, service) as shown:
+        advised = shown.locator("#counts ul.advised")
+        assert await advised.is_hidden()
+        service.router.advise({"b0": Advised(4, "So it is.", 1.0, "--parallel 4", "high")})
+        await advised.get_by_text("--parallel 4 (confidence high). So it is.").wait_for()
 
 
 async def test_it_says_when_there_is_too_little_to_say(page: Any) -> None:
