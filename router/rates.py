@@ -86,6 +86,9 @@ class _Line(NamedTuple):
     split: float
 
 
+_UNSEEN = _Line(DECODE_PRIOR, DECODE_PRIOR * _SHARING_PRIOR, 0.0)
+
+
 @dataclass(slots=True)
 class _Steps:
     """The time of a decoding step, by weighted least squares that forget.
@@ -104,6 +107,8 @@ class _Steps:
     parts_parts: float = 0.0
     level_seconds: float = 0.0
     parts_seconds: float = 0.0
+    line: _Line = _UNSEEN
+    """Through all that was added."""
 
     def add(self, busy: float, passes: float, seconds: float, tokens: float) -> None:
         keep = max(0.0, 1.0 - tokens / _MEMORY)
@@ -117,14 +122,13 @@ class _Steps:
         self.parts_parts = self.parts_parts * keep + tokens * parts * parts
         self.level_seconds = self.level_seconds * keep + tokens * level * seconds
         self.parts_seconds = self.parts_seconds * keep + tokens * parts * seconds
+        self.line = self._fitted()
 
     def at(self, busy: float, passes: float) -> float:
-        line = self.line()
+        line = self.line
         return line.alone + line.more * (busy - 1.0) + line.split * (passes - 1.0)
 
-    def line(self) -> _Line:
-        if self.weight <= 0:
-            return _Line(DECODE_PRIOR, DECODE_PRIOR * _SHARING_PRIOR, 0.0)
+    def _fitted(self) -> _Line:
         level, parts = self.level / self.weight, self.parts / self.weight
         seconds = self.seconds / self.weight
         # The priors stand for a few observations one level apart, so that one odd answer moves little.
@@ -215,7 +219,7 @@ class Rates:
     @property
     def pass_seconds(self) -> float:
         """Seconds that each further pass of a step costs; 0 where all answers share one."""
-        return self._steps.line().split
+        return self._steps.line.split
 
     def gain(self, busy: float, passes: float = 1) -> float:
         """Tokens per second with ``busy`` requests decoding, in units of what one has alone."""
