@@ -112,7 +112,7 @@ class Router:
                     dispatcher.fleet.add_backend(backend.name, pool.name)
                     self._tell(config)
                     if backend.url is not None:
-                        dispatcher.fleet.watch_remote(backend.name, backend.url)
+                        dispatcher.fleet.watch_remote(backend.name, backend.url, unified=backend.kv_unified)
         self._tell(config)
         self.app.serving = create_app(
             config, dispatcher, self.metrics, self.journal, self.live, lasting=self.lasting
@@ -123,7 +123,8 @@ class Router:
 
         What it found of backends that were removed meanwhile is dropped.
         """
-        known = {name: one for name, one in advised.items() if self.dispatcher.backend(name) is not None}
+        fleet = self.dispatcher.fleet
+        known = {name: one for name, one in advised.items() if fleet.backend(name) is not None}
         self.advised.update(known)
         self.metrics.advise(known)
         if self.live is not None:
@@ -208,7 +209,7 @@ def create_app(
         for pool in config.pools:
             for backend in pool.backends:
                 if backend.url is not None:
-                    dispatcher.fleet.watch_remote(backend.name, backend.url)
+                    dispatcher.fleet.watch_remote(backend.name, backend.url, unified=backend.kv_unified)
         try:
             yield
         finally:

@@ -209,6 +209,8 @@ class EngineClient:
     async def slots(self) -> list[SlotObservation] | None:
         """Ask ``/slots``; ``None`` where the engine has no such endpoint or answers with something else.
 
+        An engine that tells how much a slot holds says nothing of one that was not used since the model was
+        loaded (also after it slept): that is empty.
         Not more often than every two seconds: polling delays the engine's notice of clients that left.
         """
         try:
@@ -220,16 +222,19 @@ class EngineClient:
         if not isinstance(data, list):
             return None
         found = []
+        tells = any(isinstance(element, Mapping) and "n_prompt_tokens" in element for element in data)
         for index, element in enumerate(data):
             if not isinstance(element, Mapping):
                 continue
-            number = _integer(element.get("id"))
+            number, task = _integer(element.get("id")), _integer(element.get("id_task"))
+            processing = element.get("is_processing") is True
+            unused = tells and task is None and not processing
             found.append(
                 SlotObservation(
                     slot=index if number is None else number,
-                    processing=element.get("is_processing") is True,
-                    task=_integer(element.get("id_task")),
-                    resident_tokens=_integer(element.get("n_prompt_tokens")),
+                    processing=processing,
+                    task=task,
+                    resident_tokens=_integer(element.get("n_prompt_tokens", 0 if unused else None)),
                 )
             )
         return found

@@ -46,6 +46,8 @@ class Backend:
     """A call that needs it for itself is at work, or waits for what runs on it to end."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Of calls that need it for themselves, the one that has it."""
+    unified: bool = False
+    """Its slots share one context of ``context`` tokens, as was told or seen when it was full."""
     copies_pay: bool | None = None
     """What was last said of its prompt cache in host memory: whether it saves time."""
 

@@ -43,11 +43,13 @@ class Core(Protocol):
         *,
         known_empty: bool,
         host: HostMemory | None = None,
+        unified: bool = False,
     ) -> None:
         """A backend serves now with ``slots`` slots of ``context`` tokens each.
 
         ``known_empty``: freshly started by us; otherwise what it holds is unknown until observed.
         ``host``: its prompt cache in host memory, where it has one and that is known.
+        ``unified``: known to have one context of that many tokens, which all slots share.
         """
 
     def backend_down(self, backend: str, now: float) -> None:
@@ -112,6 +114,9 @@ class Core(Protocol):
 
     def position(self, request_id: str, now: float) -> tuple[int, float] | None:
         """Place in the queue (0 = next) and an estimate of the wait in seconds; ``None`` if not queued."""
+
+    def is_unified(self, backend: str) -> bool:
+        """Whether its slots are known to share one context (told, or seen by what it ran out of)."""
 
     def slots(self) -> list[SlotView]:
         """Every slot of every backend, for status pages and metrics."""

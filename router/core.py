@@ -57,11 +57,13 @@ class RouterCore:
         *,
         known_empty: bool,
         host: HostMemory | None = None,
+        unified: bool = False,
     ) -> None:
         """A backend serves now. Coming up again replaces what was known of it."""
         if backend in self._backends:
             self.backend_down(backend, now)
-        state = Backend(backend, pool, slots, context, host=HostTier(host) if host is not None else None)
+        tier = HostTier(host) if host is not None else None
+        state = Backend(backend, pool, slots, context, host=tier, unified=unified)
         self._backends[backend] = state
         owner = self._pools[pool]
         owner.backends[backend] = state
@@ -169,6 +171,8 @@ class RouterCore:
         if outcome.engine_error:
             for other in backend.active.values():
                 other.wiped = True
+        if outcome.context_full and backend.active:
+            backend.unified = True  # each has room for one: what they ran out of is what they share
         if backend.host is not None and (outcome.engine_error or outcome.untouched):
             backend.host.forget()
         told = outcome.cached_tokens is not None and outcome.processed_tokens is not None
@@ -225,15 +229,22 @@ class RouterCore:
         state = self._backends.get(backend)
         if state is None:
             return
-        residency = self._pools[state.pool].residency
+        pool = self._pools[state.pool]
         for seen in slots:
-            slot = residency.slots.get(SlotRef(backend, seen.slot))
+            slot = pool.residency.slots.get(SlotRef(backend, seen.slot))
             if slot is None or slot.request is not None:
                 continue
-            vanished = slot.known and slot.held is not None and seen.resident_tokens == 0
-            if state.host is not None and (seen.processing or vanished):  # foreign traffic, or a sleep
+            held, known = slot.held, slot.known
+            _compare(pool.residency, slot, seen)
+            vanished = held is not None and slot.held is None
+            if state.host is not None and (seen.processing or (known and vanished)):
                 state.host.forget()
-            _compare(residency, slot, seen)
+            if vanished:  # it slept, or made room by itself
+                pool.missed(held, Loss.RESTARTED)
+            elif not slot.known and (known or seen.resident_tokens is not None):  # somebody else was there
+                pool.missed(held, Loss.EVICTED)
+            elif slot.held is not None and slot.known and not known:
+                pool.history.restored(slot.held)
 
     def doubt(self, backend: str, slots: Iterable[int]) -> None:
         """What these slots hold is unknown until observed; they are free to be given out."""
@@ -291,6 +302,11 @@ class RouterCore:
     def slots(self) -> list[SlotView]:
         """Every slot of every backend."""
         return [_view(pool, slot) for pool in self._pools.values() for slot in pool.residency.slots.values()]
+
+    def is_unified(self, backend: str) -> bool:
+        """Whether its slots are known to share one context; False if it is not up."""
+        state = self._backends.get(backend)
+        return state is not None and state.unified
 
     def host_memory(self, backend: str) -> HostMemoryView | None:
         """The engine's prompt cache in host memory; ``None`` if it has none or is not up."""

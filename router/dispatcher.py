@@ -345,6 +345,8 @@ class Dispatcher:
         held.life.remove(held)
         report = self._core.finish(lease.request.id, outcome, now)
         if there:
+            if self._core.is_unified(lease.slot.backend):
+                self.fleet.found_unified(lease.slot.backend)
             self.fleet.judge(lease.slot.backend, self._core.host_memory(lease.slot.backend))
         self._observers.finished(lease, report, outcome, now)
         self._demand(lease.request, -1)
@@ -408,7 +410,10 @@ class Dispatcher:
         """A backend begins a life."""
         name, now = backend.name, self._clock()
         self._core.backend_up(
-            name, backend.pool, backend.slots, backend.context, now, known_empty=fresh, host=host
+            *(name, backend.pool, backend.slots, backend.context, now),
+            known_empty=fresh,
+            host=host,
+            unified=backend.unified,
         )
         for contents in restored:
             self._core.believe(name, contents, now)

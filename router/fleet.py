@@ -228,9 +228,13 @@ class Fleet:
 
     # -- for backends that run elsewhere -------------------------------------------------------------------
 
-    def watch_remote(self, name: str, url: str) -> None:
-        """Look after a backend that is not launched here: up when healthy, down after repeated failures."""
+    def watch_remote(self, name: str, url: str, *, unified: bool = False) -> None:
+        """Look after a backend that is not launched here: up when healthy, down after repeated failures.
+
+        ``unified``: its slots are known to share one context.
+        """
         backend = self._backends[name]
+        backend.unified = unified
         client = self._connect(name, url)
 
         async def came_up() -> None:
@@ -269,6 +273,17 @@ class Fleet:
             )
         backend.watch.suspect()
         self._owner.backend_admits(backend)
+
+    def found_unified(self, name: str) -> None:
+        """A backend's slots share one context, as its engine's failure shows; said when it is news."""
+        backend = self._backends[name]
+        if not backend.unified:
+            backend.unified = True
+            log.warning(
+                "backend %s had no room for all that ran there: its slots share one context. From now on "
+                "what may not fit beside others waits (setting kv_unified; its --no-kv-unified mends it)",
+                name,
+            )
 
     def judge(self, name: str, seen: HostMemoryView | None) -> None:
         """Say whether an engine's cache in host memory saves time, once that is known and when it changes."""

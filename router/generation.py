@@ -46,8 +46,11 @@ WHOLE = 8 * 1024 * 1024
 """Bytes of a non-streaming answer that are held back until it is complete, so that a break can be told."""
 
 _SESSION_LENGTH = 256
-_FATAL = ("compute error", "context size has been exceeded", "invalid input batch", "failed to decode")
+_FATAL = ("compute error", "invalid input batch", "failed to decode")
 """The engine's words when decoding failed: it has let go of every slot that was processing."""
+
+_FULL = "context size has been exceeded"
+"""Its words when that was for lack of room (not those of a prompt that is too long for its slot)."""
 
 _OURS = b"x-warmslot-"
 _KEYS = (b"authorization", b"x-api-key")
@@ -487,7 +490,7 @@ class Attempt:
         outcome = self._outcome(Status.OK)
         if error is not None:
             self._work.passage.status = Status.ERROR
-            outcome = Outcome(Status.ERROR, engine_error=is_fatal(error), output_tokens=outcome.output_tokens)
+            outcome = replace(failed(error), output_tokens=outcome.output_tokens)
         self._finish(outcome)
 
     async def _relay_whole(self, response: EngineResponse) -> None:
@@ -519,7 +522,7 @@ class Attempt:
             refused = 400 <= response.status < 500 or response.status in {501, 503}  # noqa: PLR2004
             self._refused = refused
             untouched = refused and not self._disturbed
-            outcome = Outcome(Status.ERROR, untouched=untouched, engine_error=is_fatal(error))
+            outcome = replace(failed(error), untouched=untouched)
         rest = b"".join(held) if client.started else self._shown_whole(b"".join(held))
         self._finish(outcome)
         if not client.started:
@@ -574,10 +577,11 @@ def priority(client: Client) -> Priority:
         raise errors.invalid(f"header X-Warmslot-Priority: not known, allowed: {allowed}") from None
 
 
-def is_fatal(error: dict[str, Any]) -> bool:
-    """Whether an engine's error means that decoding failed for every slot that was processing."""
+def failed(error: dict[str, Any]) -> Outcome:
+    """What an engine's error means: perhaps that decoding failed for every slot that was processing."""
     message = str(error.get("message", "")).lower()
-    return any(words in message for words in _FATAL)
+    fatal = any(words in message for words in (*_FATAL, _FULL))
+    return Outcome(Status.ERROR, engine_error=fatal, context_full=_FULL in message)
 
 
 def without_length(headers: Headers) -> Headers:

@@ -41,6 +41,10 @@ class History:
     def __len__(self) -> int:
         return len(self._ghosts)
 
+    def __contains__(self, context: Context) -> bool:
+        """Whether this very context is among them."""
+        return any(ghost.context.chain is context.chain for ghost in self._ghosts.values())
+
     def add(self, context: Context, reason: Loss) -> None:
         """Remember a lost context; the oldest make room."""
         if context.length > MAX_BYTES:

@@ -52,6 +52,8 @@ class Backend:
     context: int
     host: HostTier | None = None
     """What its prompt cache in host memory holds, where it has one."""
+    unified: bool = False
+    """Its slots share one context of ``context`` tokens: one more request may not fit beside the others."""
     admit: bool = True
     """Whether leases may be given on it now."""
     awaited: bool = True
@@ -430,6 +432,23 @@ class Pool:
         # The engine may put an unpinned request on any idle slot: until it is seen, none is known idle.
         return all(a.lease.request.pinned or a.decoding_since is not None for a in backend.active.values())
 
+    def has_context(self, backend: Backend, waiting: Waiting) -> bool:
+        """Whether a request fits beside those that run into a context that all slots of a backend share.
+
+        Alone it is started in any case: an engine has its own words for what is too long.
+        """
+        if not (backend.unified and backend.context and backend.active):
+            return True
+        needed = self._needs(waiting.request, waiting.prompt_tokens)
+        for active in backend.active.values():
+            needed += self._needs(active.lease.request, active.lease.prompt_tokens)
+        return needed <= backend.context
+
+    def _needs(self, request: Request, prompt_tokens: int) -> float:
+        """Tokens that a request may come to hold; several answers to one prompt share it."""
+        most = request.max_output_tokens
+        return prompt_tokens + request.slots * (self.mean_output if most is None else most)
+
     def idle_slots(self, backend: Backend) -> list[SlotRef]:
         """The backend's slots with nothing at work on them, lowest first."""
         refs = (SlotRef(backend.name, index) for index in range(backend.slots))
@@ -506,6 +525,11 @@ class Pool:
         """A context is gone from its slot, but for its first ``beyond`` bytes."""
         if context is not None and context.length > beyond + _CUT_BYTES:
             self.history.add(context, reason)
+
+    def missed(self, context: Context | None, reason: Loss) -> None:
+        """The same, where it may have been said before: looks at slots show it again and again."""
+        if context is not None and context not in self.history:
+            self.lose(context, reason)
 
     def gone(self, waiting: Waiting) -> tuple[int, Loss]:
         """The most tokens of a prompt that any slot held before, and why it does not any more."""

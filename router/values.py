@@ -210,6 +210,8 @@ class Outcome:
     resident_tokens: int | None = None
     engine_error: bool = False
     """A fatal engine error (5xx from decode): every slot that was processing is to be taken as empty."""
+    context_full: bool = False
+    """Of such an error: the engine found no room for one more token of all that ran."""
     untouched: bool = False
     """The engine refused before touching the slot (4xx): what it held is still there."""
 

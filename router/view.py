@@ -16,7 +16,7 @@ from .placement import Ask, Choice, Demand, Offer, SlotFacts
 if TYPE_CHECKING:
     from .pool_state import Backend, Pool
     from .scheduler import Waiting
-    from .values import Request, SlotRef
+    from .values import SlotRef
 
 _ALL_PRICED = 12
 _LONGEST_PRICED, _CHEAPEST_PRICED = 4, 4
@@ -74,7 +74,7 @@ class View:
             if not pool.backends[ref.backend].awaited:
                 continue
             match = tokens.get(ref, 0)
-            idle = ref in self._idle and self._fits(waiting.request, ref.backend)
+            idle = ref in self._idle and self._fits(waiting, ref.backend)
             if idle and patient:
                 idle = self._worth_it(waiting, ref, match)
             facts = self._facts(ref)
@@ -167,10 +167,12 @@ class View:
             else self._wait(backend, slot.request),
         )
 
-    def _fits(self, request: Request, name: str) -> bool:
-        pool = self._pool
+    def _fits(self, waiting: Waiting, name: str) -> bool:
+        pool, request = self._pool, waiting.request
         backend = pool.backends[name]
         if not request.pinned and backend.active:
+            return False
+        if not pool.has_context(backend, waiting):
             return False
         return request.slots == 1 or len(pool.idle_slots(backend)) >= request.slots
 

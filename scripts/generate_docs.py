@@ -36,7 +36,7 @@ Durations are seconds (`30`) or text (`"500ms"`, `"30s"`, `"5m"`, `"1h"`); sizes
 (`"32MiB"`).
 Relative paths start at the file's own folder. A backend has either a `model` (a llama-server is launched for
 it) or a `url` (a llama-server that runs already; beside its name only what it takes to
-be let in: `api_key…`, `tls_ca`; and `cache_ram: 0`, where that is so).
+be let in: `api_key…`, `tls_ca`; and `cache_ram: 0` and `kv_unified: true`, where that is so).
 
 | setting | allowed | default | meaning |
 |---|---|---|---|

@@ -41,6 +41,7 @@ class Generation:
         self.shape = shape(server.alias, self.body)
         self.slots: list[Slot] = []
         self.produced = 0
+        self.failures = server.failures
 
     async def run(self) -> None:
         """From the choice of slots to the last byte."""
@@ -276,6 +277,9 @@ class Generation:
 
     def _die_or_fail(self) -> None:
         server = self.server
+        server.make_room()
+        if self.failures != server.failures:
+            raise EngineRefusalError(500, "Context size has been exceeded.", "server_error")
         if server.die_after is not None and self.produced >= server.die_after:
             server.die_after = None
             self.request.outcome = "died"

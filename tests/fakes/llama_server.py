@@ -78,6 +78,11 @@ class FakeLlamaServer:
         """What this build lacks: ``slots``, ``metrics``, ``props``, ``apply-template``, ``timings``,
         ``usage``, a generating route, or the name of a field of ``/slots`` elements."""
         self.unknown_fields = False
+        self.unified = False
+        """All slots share one context of ``context`` tokens; idle ones are purged when it is full."""
+        self.sleeping = False
+        self.failures = 0
+        """Fatal decode errors for lack of room so far: each ends all that was processing."""
         self.token_ms = 10.0
         """What answers say that each generated token took."""
         self.on_launch: Callable[[Slot, Received], None] = lambda _slot, _request: None
@@ -140,6 +145,12 @@ class FakeLlamaServer:
         await self._http.listen()
         self.changed()
 
+    def sleep(self) -> None:
+        """Put the model away, as after a while with nothing to do; the next task loads it into new slots."""
+        self.sleeping = True
+        self.model = SlotModel(self.n_slots, self.context)
+        self.changed()
+
     def loaded(self) -> None:
         """Loading is over."""
         self.loading = False
@@ -187,6 +198,7 @@ class FakeLlamaServer:
         try:
             self._refuse_strangers(request)
             self._refuse_while_loading()
+            self.sleeping = self.sleeping and request.path in {*_OPEN, "/props"}
             shape = _SHAPES.get(request.path) if request.method == "POST" else None
             if shape is not None and request.path.lstrip("/") not in self.missing:
                 await self._generation(connection, request, shape)
@@ -217,6 +229,20 @@ class FakeLlamaServer:
             and given.removeprefix("Bearer ") != self.api_key
         ):
             raise EngineRefusalError(401, "Invalid API Key", "authentication_error")
+
+    def make_room(self) -> None:
+        """Where all slots share a context: forget what idle ones hold, else all of them."""
+        if not self.unified:
+            return
+        for slot in self.model.slots:
+            if sum(len(one.tokens) for one in self.model.slots) < self.context:
+                return
+            if not slot.processing:
+                self.model.clear(slot)
+        if sum(len(one.tokens) for one in self.model.slots) >= self.context:
+            self.failures += 1
+            for slot in self.model.slots:
+                self.model.clear(slot)
 
     def _refuse_while_loading(self) -> None:
         if self.loading:
@@ -259,7 +285,7 @@ class FakeLlamaServer:
             "modalities": {"vision": False, "video": False, "audio": False},
             "chat_template": "",
             "build_info": "b0-fake",
-            "is_sleeping": False,
+            "is_sleeping": self.sleeping,
         }
         return self.drifted(props)
 

@@ -201,6 +201,77 @@ def test_engine_error_empties_every_slot_that_was_processing() -> None:
     assert lease.predicted_tokens == 0
 
 
+def crowd(**more: object) -> RouterCore:
+    """Four slots of 1,000 tokens and three requests: of 500 tokens with their answers, of 400 and of 300."""
+    core = RouterCore({"p": CoreSettings(in_flight="slots", queue="fifo", linger=0.0)})
+    core.backend_up("a", "p", 4, 1000, 0.0, known_empty=True, **more)  # type: ignore[arg-type]
+    for name, tokens in (("500", 400), ("400", 300), ("300", 200)):
+        ask(core, name, f"{name} ".encode() * tokens, max_output_tokens=100)
+    return core
+
+
+def test_where_slots_share_a_context_what_may_not_fit_beside_others_waits() -> None:
+    assert [lease.request.id for lease in crowd().grant(0)] == ["500", "400", "300"]
+    core = crowd(unified=True)
+    assert [lease.request.id for lease in core.grant(0)] == ["500", "400"]
+    core.finish("500", Outcome(status=Status.OK, cached_tokens=0, processed_tokens=400), 1)
+    assert [lease.request.id for lease in core.grant(1)] == ["300"]
+
+
+def test_what_fits_nowhere_is_the_engines_to_refuse() -> None:
+    core = RouterCore({"p": CoreSettings(in_flight="slots", queue="fifo")})
+    core.backend_up("a", "p", 4, 1000, 0.0, known_empty=True, unified=True)
+    ask(core, "1", b"far too long " * 1000)
+    assert len(core.grant(0)) == 1
+
+
+def test_an_engine_without_room_for_all_that_ran_shares_one_context() -> None:
+    core = crowd()
+    core.grant(0)
+    full = Outcome(status=Status.ERROR, engine_error=True, context_full=True)
+    core.finish("500", full, 1)
+    assert core.is_unified("a")
+    core.finish("400", full, 1)
+    core.finish("300", full, 1)
+    assert not any(slot.known for slot in core.slots() if slot.ref.slot < 3)
+    for name, tokens in (("6", 500), ("5", 450)):
+        ask(core, name, f"{name}+++".encode() * tokens, 2, max_output_tokens=100)
+    assert [lease.request.id for lease in core.grant(2)] == ["6"]
+
+
+def test_one_that_failed_by_itself_says_nothing_of_what_others_share() -> None:
+    core = make(slots=2)
+    ask(core, "1", SYSTEM)
+    core.grant(0)
+    core.finish("1", Outcome(status=Status.ERROR, engine_error=True, context_full=True), 1)
+    assert not core.is_unified("a")
+    assert not core.is_unified("gone")
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+def test_what_a_slot_lost_by_itself_is_not_blamed_on_the_prompt(unknown: bool) -> None:
+    """The engine slept, or made room for another; it is told as lost by a restart."""
+    core = make(slots=1)
+    serve(core, "1", SYSTEM, 0)
+    if unknown:
+        core.doubt("a", [0])
+    core.observe("a", [SlotObservation(0, processing=False, resident_tokens=0)], 1)
+    _, report = serve(core, "2", SYSTEM + b"and the next turn", 2)
+    assert report.predicted_tokens == 0
+    assert report.losses[Loss.RESTARTED] > 200
+    assert report.losses.get(Loss.DIVERGED, 0) < 5
+
+
+def test_what_somebody_else_overwrote_is_not_blamed_on_the_prompt() -> None:
+    core = make(slots=1)
+    serve(core, "1", SYSTEM, 0)
+    for now in (1, 2):
+        core.observe("a", [SlotObservation(0, processing=False, resident_tokens=7)], now)
+    _, report = serve(core, "2", SYSTEM + b"and the next turn", 3)
+    assert report.losses[Loss.EVICTED] > 200
+    assert report.losses.get(Loss.DIVERGED, 0) < 5
+
+
 def test_a_refusal_leaves_the_slot_as_it_was() -> None:
     core = make(slots=1)
     serve(core, "1", SYSTEM, 0)

@@ -70,6 +70,40 @@ def test_with_text_the_character_and_both_sides_are_shown(tmp_path: Path) -> Non
     assert data["candidates"][0]["cost_seconds"] == 0.75
 
 
+@pytest.mark.parametrize("text", [False, True])
+def test_a_header_line_in_the_system_text_that_always_changes_is_named(tmp_path: Path, text: bool) -> None:
+    scribe = Scribe(tmp_path / "journal.jsonl", {"text": text})
+    body = breaks.conversation(breaks.Random("nonce"))
+    rules = body["messages"][0]["content"]
+    for nonce in ("1f0c9d2e-77aa-4b1e-9c55-0d3f6a8b2e41", "c4e81b30-0d6f-4f29-8a7e-51b2c9d07f66"):
+        body["messages"][0]["content"] = f"x-request-id: {nonce}\n{rules}"
+        lost = {Loss.DIVERGED: 40, Loss.NEW: len(breaks.render(body)) // 4 - 60}
+        scribe.serve(breaks.render(body), b"Yes.", body, session="talk", cached=20, losses=lost)
+        body = breaks.appended(body, "Yes.", breaks.Random("more"))
+    scribe.journal.close()
+    out = run(str(scribe.path), "--last")
+    assert "stops matching in message 0 (system), field content" in out
+    assert ": nonce" in out
+    assert "Leave ids, counters and request headers out of the prompt" in out
+    assert ("x-request-id: c4e81b30" in out) is text
+
+
+def test_a_turn_without_the_reasoning_before_it_is_told_with_the_flag_that_keeps_it(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path / "journal.jsonl")
+    body = breaks.conversation(breaks.Random("think"))
+    body["messages"][2]["reasoning_content"] = "hm " * 50
+    scribe.serve(breaks.render(body), b"Yes.", body, session="talk")
+    after = breaks.appended(body, "Yes.", breaks.Random("more"))
+    after["messages"][2].pop("reasoning_content")
+    lost = {Loss.DIVERGED: 40, Loss.NEW: len(breaks.render(after)) // 4 - 60}
+    scribe.serve(breaks.render(after), b"ok", after, session="talk", cached=20, losses=lost)
+    scribe.journal.close()
+    out = run(str(scribe.path), "--last")
+    assert "stops matching in message 2 (assistant)" in out
+    assert ": dropped reasoning" in out
+    assert "--reasoning-preserve" in out
+
+
 def test_what_each_slot_would_have_cost_is_a_table(tmp_path: Path) -> None:
     out = run(str(journal(tmp_path, text=False)), "--last")
     assert "What each slot would have cost" in out

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
 import pytest
-from warmslot.launcher.host_memory import MIB, Device, MemoryWatch, cap_cache_ram, parse_devices
+from warmslot.launcher.host_memory import (
+    MIB,
+    Device,
+    MemoryWatch,
+    cap_cache_ram,
+    fit_cache_ram,
+    parse_devices,
+)
 from warmslot.launcher.memory import PlanError, describe
 from warmslot.launcher.plan import choose, need, table
+from warmslot.router.config import Backend
 
 LLAMA = {
     "general.architecture": "llama",
@@ -104,6 +116,24 @@ def test_the_prompt_cache_gets_what_the_host_can_give() -> None:
     assert cap_cache_ram(8192, 8 << 30, 4 << 30) == 2048
     assert cap_cache_ram(8192, 4 << 30, 4 << 30) == 0
     assert cap_cache_ram(8192, (4 << 30) + 100 * MIB, 4 << 30) == 0
+
+
+@pytest.mark.parametrize(
+    ("free", "gets", "said"),
+    [
+        (64 << 30, 8192, ""),
+        (8 << 30, 4095, "b: cache_ram is 8192 MiB, but the host has 8192 MiB available: it gets 4095 MiB"),
+        (100 * MIB, 0, "b: cache_ram is 8192 MiB, but the host has 100 MiB available: it is switched off"),
+    ],
+)
+def test_a_host_without_the_memory_for_a_prompt_cache_caps_it_and_says_so(
+    free: int, gets: int, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Path(__file__)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    fitted = fit_cache_ram(Backend(name="b", model=str(model), cache_ram=8192), model)
+    assert fitted.cache_ram == gets
+    assert [record.getMessage() for record in caplog.records] == ([said] if said else [])
 
 
 def test_devices_without_figures_are_left_out() -> None:

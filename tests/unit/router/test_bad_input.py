@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fakes.llama_server import FakeLlamaServer
-from tests.support.router import chat, serving
+from tests.support.router import chat, serving, text_of
 from tests.support.wire_client import WireClient
 
 if TYPE_CHECKING:
@@ -217,6 +217,27 @@ async def test_a_silent_stream_gets_comments_and_then_its_answer() -> None:
         await client.read_until(b":\n\n")
         fake.token.release()
         await client.read_until(b"data: [DONE]\n\n")
+
+
+async def test_a_stream_that_is_queued_hears_comments_however_long_it_waits() -> None:
+    """Its headers at once, though the engine does not know of it yet."""
+    async with (
+        FakeLlamaServer(slots=1) as fake,
+        serving([fake], limits={"ping_interval": 0.01}) as service,
+    ):
+        fake.token.hold()
+        running = asyncio.create_task(service.chat("mark-a hi", max_tokens=6))
+        await fake.until(lambda f: f.busy == 1)
+        client = await WireClient.post(service.url, CHAT, chat("mark-b hi", stream=True, max_tokens=6))
+        status, headers = await client.head()
+        assert (status, headers["content-type"]) == (200, "text/event-stream")
+        for _ in range(3):
+            await client.read_until(b":\n\n")
+        assert len(fake.generations()) == 1
+        assert service.router.dispatcher.queued("m") == 1
+        fake.token.release()
+        assert "mark-b" in text_of((await client.read_until(b"data: [DONE]\n\n")).decode())
+        assert (await running).status_code == 200
 
 
 async def test_an_error_after_a_comment_is_an_event() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from warmslot.router.values import Status
@@ -203,6 +205,47 @@ async def test_slots_are_counted_where_props_does_not_tell() -> None:
         service.router.dispatcher.fleet.watch_remote("b0", fake.base_url)
         await service.watcher.until(lambda w: w.changes == [("b0", True)])
         assert len(service.router.dispatcher.slots()) == 3
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        *("slots", "id", "is_processing", "id_task", "n_prompt_tokens", "n_ctx", "metrics"),
+        *("total_slots", "default_generation_settings", "model_alias", "apply-template"),
+        *("timings", "usage", "prompt_n", "cache_n", "prompt_ms"),
+    ],
+)
+async def test_a_build_that_lacks_something_and_has_other_things_is_served(
+    missing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it lacks is said once at most."""
+    async with FakeLlamaServer() as fake, serving([fake], ready=False) as service:
+        fake.missing.add(missing)
+        fake.unknown_fields = True
+        service.router.dispatcher.fleet.watch_remote("b0", fake.base_url)
+        await service.watcher.until(lambda w: w.changes == [("b0", True)])
+        messages: list[Any] = [{"role": "user", "content": "mark-t " + "tell me of the sea " * 20}]
+        for turn in range(3):
+            for path in (CHAT, "/v1/messages"):
+                body = {"messages": messages, "max_tokens": 4, "stream": turn == 1}
+                answer = await service.http.post(path, json=body)
+                assert answer.status_code == 200
+                assert "echo" in answer.text
+            messages += [{"role": "assistant", "content": "aye"}, {"role": "user", "content": "go on"}]
+        for number in range(2):
+            fake.token.hold()
+            gone = await WireClient.post(service.url, CHAT, chat(f"mark-g{number} hi", stream=True))
+            await fake.until(lambda f: f.busy == 1)
+            gone.leave()
+            await service.watcher.until(lambda w: w.level["m"] == 0)
+            fake.token.release()
+        assert (await service.http.get("/metrics")).status_code == 200
+        assert (await service.http.get("/backends/b0/metrics")).status_code in {200, 501}
+        assert (await service.http.get("/slots")).status_code in {200, 501}
+        assert service.router.dispatcher.held() == {}
+        assert fake.violations == []
+    told = Counter(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    assert max(told.values(), default=0) <= 1
 
 
 async def test_a_backend_of_no_use_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:

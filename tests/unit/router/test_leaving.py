@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from warmslot.router.settling import Timing
 from warmslot.router.values import Status
 
 from tests.fakes.llama_server import FakeLlamaServer
@@ -79,6 +80,44 @@ async def test_leaving_before_the_first_byte_keeps_the_slot_until_the_engine_let
     assert fake.busy == 0
     fake.prefill.release()
     await all_four_slots_serve(service)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_gave_up_and_asks_again_finds_the_work_done(
+    service: Service, stream: bool
+) -> None:
+    fake = service.fake
+    await service.chat("mark-o something else " * 20, max_tokens=2)
+    fake.token.hold()
+    body = chat("mark-x " + "so much to read " * 40, stream=stream, max_tokens=4)
+    client = await WireClient.post(service.url, CHAT, body)
+    await fake.token.arrived()
+    client.leave()
+    await service.watcher.until(lambda w: len(w.reports) == 2)
+    fake.token.release()
+    again = await service.http.post(CHAT, json={**body, "stream": False})
+    assert int(again.headers["x-warmslot-slot"]) == service.watcher.reports[1].slot.slot
+    assert again.json()["timings"]["prompt_n"] == 1
+    assert abs(int(again.headers["x-warmslot-predicted-tokens"]) - again.json()["timings"]["cache_n"]) <= 1
+
+
+@pytest.mark.parametrize("looked", [-10.0, -1.9, -0.1])
+async def test_a_slot_is_asked_for_within_two_seconds_of_its_clients_leaving(looked: float) -> None:
+    """``looked``: when ``/slots`` was asked last, in seconds from the leaving."""
+    async with FakeLlamaServer() as fake, serving([fake], timing=Timing()) as service:
+        fake.token.hold()
+        client = await WireClient.post(service.url, CHAT, chat("mark-x hi", stream=True))
+        fake.token.release(1)
+        await client.head()
+        [held] = service.router.dispatcher.held().values()
+        client.leave()
+        await fake.until(lambda f: f.busy == 0)
+        assert held.left is not None
+        due = held.life._due(held.left + looked)
+        assert due is not None
+        assert 0 <= due - held.left <= 2
+        service.router.dispatcher.fleet.log_event("b0", Released(held.lease.slot.slot))
+        await service.watcher.until(lambda w: w.reports)
 
 
 async def test_leaving_in_mid_stream(service: Service) -> None:

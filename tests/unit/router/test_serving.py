@@ -186,6 +186,30 @@ async def test_an_engines_refusal_passes_intact_and_leaves_the_slot_as_it_was(se
     assert again.json()["timings"]["prompt_n"] == 1
 
 
+async def test_a_prompt_that_is_too_long_is_not_tried_again_elsewhere() -> None:
+    async with FakeLlamaServer() as one, FakeLlamaServer() as two, serving([one, two]) as service:
+        answer = await service.chat("too long " * 3000)
+        assert (answer.status_code, answer.json()["error"]["n_ctx"]) == (400, one.context)
+        assert len(one.generations()) + len(two.generations()) == 1
+
+
+@pytest.mark.parametrize("scheduling", [{}, {"in_flight": "slots", "queue": "fifo"}])
+async def test_of_two_requests_for_one_slot_the_second_waits_here(scheduling: dict[str, str]) -> None:
+    """Sent to a busy slot it would wait in the engine, or find there what the first is about to lose."""
+    async with FakeLlamaServer(slots=1) as fake, serving([fake], scheduling=scheduling) as service:
+        text = "mark-t " + "one conversation " * 40
+        await service.chat(text, max_tokens=2)
+        fake.token.hold()
+        both = [asyncio.create_task(service.chat(text, max_tokens=2)) for _ in range(2)]
+        await service.watcher.until(lambda w: w.level["m"] == 2)
+        await fake.token.arrived()
+        assert (fake.busy, service.router.dispatcher.queued("m")) == (1, 1)
+        fake.token.release()
+        for answer in await asyncio.gather(*both):
+            assert answer.json()["timings"]["prompt_n"] == 1
+        assert (fake.violations, fake.deferred_total) == ([], 0)
+
+
 async def test_several_choices_take_several_slots(service: Service) -> None:
     answer = await service.chat("mark-c hi", n=2, max_tokens=3)
     assert len(answer.json()["choices"]) == 2

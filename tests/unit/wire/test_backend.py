@@ -72,6 +72,20 @@ async def test_slots_without_a_field(fake: FakeLlamaServer, client: EngineClient
     assert not any(one.processing for one in found)
 
 
+async def test_of_slots_that_say_nothing_beside_others_that_do_each_is_empty(
+    fake: FakeLlamaServer, client: EngineClient
+) -> None:
+    """Where no slot tells how much it holds, that may be the build's way: then nothing is known of any."""
+    assert {one.resident_tokens for one in await client.slots() or ()} == {None}
+    async with client.open("POST", "/completion", JSON, body(id_slot=1)) as response:
+        await collect(response)
+    found = await client.slots()
+    assert found is not None
+    assert [one.resident_tokens for one in found if one.slot != 1] == [0, 0, 0]
+    fake.missing.add("n_prompt_tokens")
+    assert {one.resident_tokens for one in await client.slots() or ()} == {None}
+
+
 async def test_an_engine_without_slots_endpoint(fake: FakeLlamaServer, client: EngineClient) -> None:
     fake.missing.add("slots")
     assert await client.slots() is None
