@@ -16,6 +16,7 @@ from .host_tier import NOTHING, Exchange, Seen
 from .placement import Ask, Demand
 from .rates import Rates, passes_of, usual_passes
 from .residency import Residency
+from .samples import Samples
 from .scheduler import CoreSettings, Pick, Waiting, in_flight_limit
 from .sessions import Sessions
 from .shadow import Served, Shadow
@@ -37,9 +38,8 @@ _CARRIED_MEMORY = 0.3
 _CUT_BYTES = 64
 """Less than this at the end of a slot is not counted as cutting it back."""
 _OUTPUT_PRIOR = 128.0
+_OVERRUN_PRIOR = 2 * _OUTPUT_PRIOR
 _OUTPUT_MEMORY = 0.98
-_SPREADS = 2.0
-"""Mean deviations above the mean that an answer is planned for when a bound must be kept."""
 
 
 @dataclass(slots=True)
@@ -165,7 +165,9 @@ class Pool:
         self.wake: float | None = None
         """When to pick again though nothing happens, as of the last pick."""
         self._arrivals = 0
-        self.mean_output = self._output_spread = _OUTPUT_PRIOR
+        self.mean_output = _OUTPUT_PRIOR
+        self._outputs = Samples()
+        """Tokens of the last answers."""
         self._prompt_tokens = 0.0
         self._served: dict[str, float] = {}
         self._carried: dict[str, float] = {}
@@ -218,8 +220,7 @@ class Pool:
 
     def learn_output(self, client: str, tokens: int, seconds: float) -> None:
         """A request of a client is over: how much it wrote, and how long it was served."""
-        gap = abs(tokens - self.mean_output)
-        self._output_spread = _OUTPUT_MEMORY * self._output_spread + (1 - _OUTPUT_MEMORY) * gap
+        self._outputs.add(tokens)
         self.mean_output = _OUTPUT_MEMORY * self.mean_output + (1 - _OUTPUT_MEMORY) * tokens
         self._served[client] = self._served.get(client, 0.0) + seconds
 
@@ -330,10 +331,8 @@ class Pool:
             output = self.mean_output if allowed is None else min(allowed, self.mean_output)
             waiting.decode_seconds = rates.decode_seconds(output)
             waiting.seconds = waiting.prefill_seconds + waiting.decode_seconds
-            spread = _SPREADS * self._output_spread
-            waiting.spread_seconds = rates.decode_seconds(
-                spread if allowed is None else min(spread, allowed - output)
-            )
+            if allowed is not None:
+                waiting.spread_seconds = rates.decode_seconds(allowed - output)
 
     def _loaded_seconds(self, waiting: Waiting) -> float:
         """What it takes at least to serve a request from a backend's host memory, copying included."""
@@ -405,10 +404,24 @@ class Pool:
             now,
             capacity=max(1, sum(self.limit(backend) for backend in self.backends.values())),
             served=self._served,
+            overrun=self.overrun,
             idle=view.at_home,
             price=view.price,
             linger=view.linger,
         )
+
+    def overrun(self, most: float) -> float:
+        """By how many seconds one of the last answers took longer than is expected of the next.
+
+        It is the longest of those for which ``most`` would do: for the others nothing can be kept free.
+        """
+        step = max((backend.rates.decode_seconds(1) for backend in self.backends.values()), default=0.0)
+        if not step or most <= 0:
+            return 0.0
+        if not self._outputs.ordered:
+            return min(most, _OVERRUN_PRIOR * step)
+        longest = self._outputs.most(self.mean_output + most / step)
+        return 0.0 if longest is None else max(0.0, (longest - self.mean_output) * step)
 
     def limit(self, backend: Backend) -> int:
         """How many requests may run at once on a backend, as far as its rates are known."""

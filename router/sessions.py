@@ -12,12 +12,13 @@ conversations that went on at all, by how many turns they already had.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .clocks import ENDING, Timeless, TimelessIndex
+from .samples import Samples
 from .trie import PrefixTrie, common_blocks, common_bytes
 from .values import BLOCK
 
@@ -37,27 +38,8 @@ _OWN_BLOCKS = 4
 _UNSEEN = 0.1
 """Weight of the assumption that a conversation is alive, in observations."""
 
-_SAMPLES = 512
 _MOST_TURNS = 16.0
 _CLASSES = 3
-
-
-@dataclass(slots=True)
-class _Samples:
-    """The last observations of a quantity, sorted as well as in order of arrival."""
-
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
-    ordered: list[float] = field(default_factory=list)
-
-    def add(self, value: float) -> None:
-        if len(self.recent) == _SAMPLES:
-            self.ordered.pop(bisect_right(self.ordered, self.recent[0]) - 1)
-        self.recent.append(value)
-        insort(self.ordered, value)
-
-    def above(self, value: float) -> int:
-        """How many are greater than ``value``."""
-        return len(self.ordered) - bisect_right(self.ordered, value)
 
 
 @dataclass(slots=True)
@@ -117,11 +99,11 @@ class Sessions:
         self._timeless = TimelessIndex()
         self._went_on = [_Share() for _ in range(_CLASSES)]
         self._tails = _Share()
-        self._gaps = _Samples()
+        self._gaps = Samples()
         """Arrivals between the release of a conversation and its return."""
-        self._others = _Samples()
+        self._others = Samples()
         """The same, counting each other conversation once."""
-        self._gap_seconds = _Samples()
+        self._gap_seconds = Samples()
         self._chances: dict[str, float] = {}
         """Answers of :meth:`chance` since the last arrival or release."""
 

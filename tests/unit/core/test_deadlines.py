@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from warmslot.router.core import CoreSettings
+from warmslot.router.core import CoreSettings, RouterCore
+from warmslot.router.rates import DECODE_PRIOR
 from warmslot.router.scheduler import Deadlines, Waiting, bound, due
 from warmslot.router.values import Prompt, Request
 
@@ -24,11 +26,9 @@ def _waiting(order: int, seconds: int, waited: int, own: int | None) -> Waiting:
     )
 
 
-def _played(queue: list[Waiting], limit: float, longest: float | None, first: Waiting, capacity: int) -> bool:
-    at = NOW + first.seconds / capacity
+def _played(queue: list[Waiting], limit: float, longest: float | None, first: float, capacity: int) -> bool:
+    at = NOW + first / capacity
     for item in sorted(queue, key=lambda w: (due(w, limit, longest), w.order)):
-        if item is first:
-            continue
         if at > due(item, limit, longest):
             return False
         at += item.seconds / capacity
@@ -43,14 +43,30 @@ def _played(queue: list[Waiting], limit: float, longest: float | None, first: Wa
     ),
     longest=st.none() | st.integers(1, 400),
     capacity=st.sampled_from([1, 2, 4]),
+    longer=st.integers(0, 60),
 )
 def test_a_bound_is_foreseen_as_if_the_queue_were_played_through(
-    shapes: list[tuple[int, int, int | None]], longest: int | None, capacity: int
+    shapes: list[tuple[int, int, int | None]], longest: int | None, capacity: int, longer: int
 ) -> None:
     queue = [_waiting(order, *shape) for order, shape in enumerate(shapes)]
     settings = CoreSettings(max_wait=longest)
-    deadlines = Deadlines(queue, settings, NOW, capacity)
+    deadlines = Deadlines(queue, settings, NOW, capacity, lambda most: max(0.0, min(longer, most)))
     limit = bound(queue, settings, capacity)
+    reserved = max(0.0, (limit * capacity - sum(item.seconds for item in queue)) / 2)
     for first in queue:
-        expected = _played(queue, limit, longest, first, capacity)
+        others = [item for item in queue if item is not first]
+        expected = _played(others, limit, longest, first.seconds + min(longer, reserved), capacity)
         assert deadlines.allow(first, first.prefill_seconds) == expected
+
+
+def test_time_is_kept_free_for_the_longest_answer_of_late_that_there_is_time_for() -> None:
+    core = RouterCore({"p": CoreSettings()})
+    core.backend_up("a", "p", 4, 4096, 0.0, known_empty=True)
+    pool, step = core._pools["p"], DECODE_PRIOR
+    assert pool.overrun(5.0) == 5.0  # nothing is known of answers
+    for tokens in [24] * 200 + [240, 4800]:
+        pool.learn_output("somebody", tokens, 1.0)
+    expected = pool.mean_output
+    assert pool.overrun(1000.0) == pytest.approx((4800 - expected) * step)
+    assert pool.overrun(60.0) == pytest.approx((240 - expected) * step)  # the other would have taken it all
+    assert pool.overrun(1.0) == pool.overrun(0.0) == pool.overrun(-5.0) == 0.0
