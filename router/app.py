@@ -23,7 +23,6 @@ from .generation import Generation, Shop
 from .isolation import Tenants
 from .journal import Journal
 from .live import Live
-from .masks import Treatment
 from .metrics import Metrics
 from .pages import EngineMetrics, Healthy, Models, OwnMetrics
 from .passthrough import Passthrough
@@ -73,7 +72,8 @@ START_ONLY = (
 class Lasting:
     """What requests of one application share with those of the next."""
 
-    quota: Quota = field(default_factory=Quota)
+    pools: Pools
+    quota: Quota
     tenants: Tenants = field(default_factory=Tenants)
 
 
@@ -113,6 +113,7 @@ class Router:
                     self._tell(config)
                     if backend.url is not None:
                         dispatcher.fleet.watch_remote(backend.name, backend.url, unified=backend.kv_unified)
+        self.lasting.pools.renew(config)
         self._tell(config)
         self.app.serving = create_app(
             config, dispatcher, self.metrics, self.journal, self.live, lasting=self.lasting
@@ -173,10 +174,10 @@ def create_app(
     the end.
     """
     keys = {key.name: key.value.get_secret_value() for key in config.keys if key.value is not None}
-    lasting = lasting or Lasting(Quota(config.keys))
+    lasting = lasting or Lasting(Pools(config, dispatcher), Quota(config.keys))
     shop = Shop(
         dispatcher,
-        Pools(config, dispatcher),
+        lasting.pools,
         config.limits,
         metrics,
         keyed=bool(keys),
@@ -185,7 +186,6 @@ def create_app(
         honours_slot=config.endpoint.client_slots,
         quota=lasting.quota,
         tenants=lasting.tenants,
-        treatments={pool.name: Treatment(pool.masks, sort_tools=pool.sort_tools) for pool in config.pools},
     )
     routes = [
         *(Path(path, Generation(shop, route), methods=["POST"]) for path, route in GENERATING.items()),
@@ -260,7 +260,7 @@ def create_router(
         timing=timing or Timing(hold=config.limits.hold_timeout),
         connect=connector,
     )
-    lasting = Lasting(Quota(config.keys))
+    lasting = Lasting(Pools(config, dispatcher), Quota(config.keys))
     app = Front(create_app(config, dispatcher, metrics, journal, live, lasting=lasting))
     return Router(app, dispatcher, metrics, connector, lasting, journal, live)
 

@@ -20,6 +20,14 @@ class NoBackendError(Exception):
         self.pool, self.seconds = pool, seconds
 
 
+class PoolRemovedError(Exception):
+    """The pool is there no more: what was meant for it is looked up anew, as any request that comes now."""
+
+    def __init__(self, pool: str) -> None:
+        super().__init__(f"the pool {pool!r} was removed")
+        self.pool = pool
+
+
 class StoppingError(Exception):
     """The router is stopping and takes no more requests."""
 

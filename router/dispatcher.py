@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .backend import EngineClient, EngineUnreachable
-from .backends import NoBackendError, StoppingError
+from .backends import PoolRemovedError, StoppingError
 from .fleet import Fleet
 from .observer import Audience
 from .settling import Held, Timing
@@ -81,7 +81,7 @@ class Dispatcher:
     async def engine(self, pool: str) -> EngineClient:
         """A backend of the pool that serves, for calls that use no slot. Waits for one, within bounds.
 
-        Raises :class:`NoBackendError`, :class:`StoppingError`.
+        Raises :class:`NoBackendError`, :class:`PoolRemovedError`, :class:`StoppingError`.
         """
         since = self._clock()
         while True:
@@ -95,7 +95,8 @@ class Dispatcher:
     async def acquire(self, request: Request) -> Lease:
         """Wait for a lease. When cancelled, the request leaves the queue, or its lease goes back unused.
 
-        Raises :class:`~warmslot.router.core.QueueFullError`, :class:`NoBackendError`, :class:`StoppingError`.
+        Raises :class:`~warmslot.router.core.QueueFullError`, :class:`NoBackendError`,
+        :class:`PoolRemovedError`, :class:`StoppingError`.
         """
         self._refuse_if_stopping()
         self._refuse_if_removed(request.pool)
@@ -239,12 +240,15 @@ class Dispatcher:
         self.fleet.add_pool(pool)
 
     async def remove_pool(self, pool: str) -> None:
-        """A pool less, whose backends were removed: what waits is refused, what is cut off may end first."""
-        self._waiters.refuse(NoBackendError(pool, 0.0), pool)
-        await self.unused(pool)
-        self._core.remove_pool(pool)
+        """A pool less, whose backends were removed; returns when what is cut off there has ended, too.
+
+        Whoever waits for it, and whoever comes, hears at once that it is gone (:class:`PoolRemovedError`).
+        """
         self.fleet.remove_pool(pool)
         self._waiters.remove_pool(pool)
+        self._waiters.refuse(PoolRemovedError(pool), pool)
+        await self.unused(pool)
+        self._core.remove_pool(pool)
 
     async def unused(self, pool: str) -> None:
         """Wait until no request of a pool waits or runs."""
@@ -292,7 +296,7 @@ class Dispatcher:
 
     def _refuse_if_removed(self, pool: str) -> None:
         if pool not in self.fleet.pools:
-            raise NoBackendError(pool, 0.0)
+            raise PoolRemovedError(pool)
 
     # -- inside: leases ------------------------------------------------------------------------------------
 

@@ -16,14 +16,13 @@ from .backends import NoBackendError, StoppingError
 from .client import Client, ClientGoneError
 from .core import QueueFullError
 from .isolation import Tenants, Visit
-from .masks import Treatment
 from .outbox import ClientStalledError, Outbox
 from .quota import Quota
 from .stream import TruthReader
 from .values import Outcome, Priority, Request, Route, SlotRef, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Iterator
 
     from starlette.types import Receive, Scope, Send
 
@@ -83,8 +82,6 @@ class Shop:
     honours_slot: bool = False
     """A client's own ``id_slot`` is kept."""
     quota: Quota = field(default_factory=Quota)
-    treatments: Mapping[str, Treatment] = field(default_factory=dict)
-    """By pool: masks and the order of tools."""
     journal: Journal | None = None
     tenants: Tenants = field(default_factory=Tenants)
     """Whose text each slot holds, where clients are isolated."""
@@ -173,17 +170,28 @@ class Generation:
         raw = prompt.without_mark(raw)
         body = prompt.parse(raw)
         passage.pool = self._shop.pools.of_model(body.get("model"))
-        describe = self._describe(client, passage, body)
+        self._describe(client, passage, body)
         if not prompt.is_streaming(body):
-            await self._lease_and_send(Work(client, passage, raw, body, None, self._wish(body)), describe)
+            await self._within_quota(client, passage, raw, body, None)
             return
         async with Outbox(client, ping=self._shop.limits.ping_interval) as outbox:
             try:
-                work = Work(client, passage, raw, body, outbox, self._wish(body))
-                await self._lease_and_send(work, describe)
+                await self._within_quota(client, passage, raw, body, outbox)
             except (EngineBroke, EngineUnreachable):
                 await outbox.flush(broken=True)
                 raise
+
+    async def _within_quota(
+        self, client: Client, passage: Passage, raw: bytes, body: dict[str, Any], outbox: Outbox | None
+    ) -> None:
+        """Serve it once its key has room, in the pool that its model names then."""
+
+        async def serve() -> None:
+            work = Work(client, passage, raw, body, outbox, self._wish(body))
+            await self._lease_and_send(work, self._describe(client, passage, body))
+
+        async with self._shop.quota.place(name_of(client)):
+            await self._shop.pools.serve(body.get("model"), passage, serve)
 
     def _describe(
         self, client: Client, passage: Passage, body: dict[str, Any]
@@ -222,12 +230,8 @@ class Generation:
         return request
 
     async def _lease_and_send(self, work: Work, describe: Callable[[Prompt], Request]) -> None:
-        async with self._shop.quota.place(name_of(work.client)):
-            await self._within_quota(work, describe)
-
-    async def _within_quota(self, work: Work, describe: Callable[[Prompt], Request]) -> None:
         dispatcher = self._shop.dispatcher
-        treatment = self._shop.treatments.get(work.passage.pool) or Treatment()
+        treatment = self._shop.pools.treatment(work.passage.pool)
         if (ordered := treatment.in_order(work.body)) is not None:
             work.body, work.raw, work.sorted_tools = ordered, prompt.dump(ordered), True
         engine = await dispatcher.engine(work.passage.pool)

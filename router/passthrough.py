@@ -100,12 +100,15 @@ class Passthrough:
         if path.startswith("/slots/") and method not in _READING:
             raise errors.invalid("slots: the engine's own action is POST /slots/ID?action=save|restore|erase")
         asked = _object(raw).get("model")
-        passage.pool = self._shop.pools.of_model(asked or _queried(scope, "model"))
         send = self._without_slot if method in _READING or path in _NO_SLOT else self._with_slot
-        for _ in range(ATTEMPTS):
-            if await send(_Work(client, passage, raw)):
-                return
-        raise errors.unavailable("no backend took the request")
+
+        async def serve() -> None:
+            for _ in range(ATTEMPTS):
+                if await send(_Work(client, passage, raw)):
+                    return
+            raise errors.unavailable("no backend took the request")
+
+        await self._shop.pools.serve(asked or _queried(scope, "model"), passage, serve)
 
     async def _without_slot(self, work: _Work) -> bool:
         engine = await self._shop.dispatcher.engine(work.passage.pool)

@@ -80,9 +80,12 @@ class _PoolPage:
                 raise errors.unavailable(f"backend {found.name!r} is not up")
             passage.pool, passage.backend = found.pool, found.name
             return [found]
-        passage.pool = self._shop.pools.of_model(query.get("model", [None])[0])
-        await dispatcher.engine(passage.pool)
-        return dispatcher.fleet.pools[passage.pool]
+
+        async def in_pool() -> Sequence[Backend]:
+            await dispatcher.engine(passage.pool)
+            return dispatcher.fleet.pools[passage.pool]
+
+        return await self._shop.pools.serve(query.get("model", [None])[0], passage, in_pool)
 
     async def _ask(self, engine: EngineClient, client: Client, raw: bytes | None) -> _Answer:
         """One exchange. Raises :class:`EngineUnreachable`, :class:`EngineBroke`."""

@@ -3,25 +3,57 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import errors
+from .backends import PoolRemovedError
+from .masks import Treatment
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from .config import Config
     from .dispatcher import Dispatcher
+    from .generation import Passage
+
+
+T = TypeVar("T")
 
 
 class Pools:
-    """The pools of a configuration, by every name that clients may use."""
+    """The pools of the configuration in force, by every name that clients may use."""
 
     def __init__(self, config: Config, dispatcher: Dispatcher) -> None:
-        self._config = config
         self._dispatcher = dispatcher
+        self._created = int(time.time())
+        self.renew(config)
+
+    def renew(self, config: Config) -> None:
+        """Other names from now on, also for requests that came before and are not in their pool yet."""
+        self._config = config
         self._by_name = {name: pool.name for pool in config.pools for name in (pool.name, *pool.aliases)}
         self._catches_all = any(pool.default for pool in config.pools)
+        self._treatments = {
+            pool.name: Treatment(pool.masks, sort_tools=pool.sort_tools) for pool in config.pools
+        }
         self.default = config.default_pool.name
-        self._created = int(time.time())
+
+    async def serve(self, model: object, passage: Passage, serve: Callable[[], Awaitable[T]]) -> T:
+        """Call ``serve`` with the pool that ``model`` names now noted in ``passage``; what it returned.
+
+        Where that pool is removed before a backend of it has served, the name is looked up again, so that
+        the request gets what one that comes now would get. Raises what :meth:`of_model` raises.
+        """
+        while True:
+            passage.pool = self.of_model(model)
+            try:
+                return await serve()
+            except PoolRemovedError:
+                passage.pool = "none"
+
+    def treatment(self, pool: str) -> Treatment:
+        """Masks and the order of tools in a pool; for one that is not there, none."""
+        return self._treatments.get(pool) or Treatment()
 
     def of_model(self, model: object) -> str:
         """The pool that a body's ``model`` names; the default pool where it names none.
@@ -39,7 +71,7 @@ class Pools:
 
     def most_slots(self, pool: str) -> int | None:
         """The slots of the pool's largest backend; ``None`` while nothing of it is up."""
-        return max((b.slots for b in self._dispatcher.fleet.pools[pool] if b.up), default=None)
+        return max((b.slots for b in self._dispatcher.fleet.pools.get(pool, ()) if b.up), default=None)
 
     def listing(self) -> dict[str, Any]:
         """The body of ``GET /v1/models``: an entry for each pool, with the context that a slot really has."""

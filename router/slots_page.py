@@ -127,4 +127,7 @@ class SlotAction:
         named = query.get("backend")
         if named is not None:
             return backend_named(dispatcher, named[0])
-        return next(iter(dispatcher.fleet.pools[self._shop.pools.of_model(query.get("model", [None])[0])]))
+        pool = self._shop.pools.of_model(query.get("model", [None])[0])
+        for backend in dispatcher.fleet.pools[pool]:
+            return backend
+        raise errors.unavailable(f"pool {pool!r} has no backend at the moment")

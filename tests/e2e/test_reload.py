@@ -278,6 +278,24 @@ async def test_pools_come_and_go(site: Any, backend: Any) -> None:
         assert 'queue_requests{pool="other"}' not in (await here.http.get("/metrics")).text
 
 
+async def test_what_waits_in_a_pool_is_served_before_the_pool_goes(site: Any, backend: Any) -> None:
+    two = config_of(backend("one"))
+    two["pools"].append({"name": "other", "backends": [backend("two")]})
+    async with site(two) as here:
+        await here.operate("two", op="hold", gate="token")
+        asked = [asyncio.create_task(here.asked_of(text, "other")) for text in ("The first", "The second")]
+        await live(here, lambda shown: shown["pools"][1]["waiting"] == 1)
+        here.file.write_text(yaml.safe_dump(config_of(backend("one"))))
+        reloading = asyncio.create_task(here.warmslot("reload"))
+        while len((await here.http.get("/v1/models")).json()["data"]) == 2:  # till the reload has begun
+            pass
+        assert (await here.ask("Too late", "other")).status_code == 404
+        assert not reloading.done()
+        await here.operate("two", op="release", gate="token")
+        assert await asyncio.gather(*asked) == ["two", "two"]
+        assert await reloading == (0, "two: removed\n", "")
+
+
 async def test_the_last_that_serves_is_kept_until_another_does(
     site: Any, backend: Any, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from warmslot.router.backend import EngineUnreachable
-from warmslot.router.backends import NoBackendError, StoppingError
+from warmslot.router.backends import NoBackendError, PoolRemovedError, StoppingError
 from warmslot.router.core import CoreSettings, RouterCore
 from warmslot.router.dispatcher import Dispatcher
 from warmslot.router.settling import Timing
@@ -504,8 +504,10 @@ async def test_a_pool_that_is_removed_refuses_what_waits_and_lets_end_what_runs(
     await turns()
     await dispatcher.fleet.remove_backend("b")
     removing = asyncio.create_task(dispatcher.remove_pool("m"))
-    with pytest.raises(NoBackendError):
+    with pytest.raises(PoolRemovedError):
         await waiting
+    with pytest.raises(PoolRemovedError):
+        await world.acquire("late")
     for name in "abc":
         await turns()
         assert not removing.done()
@@ -514,9 +516,9 @@ async def test_a_pool_that_is_removed_refuses_what_waits_and_lets_end_what_runs(
     await removing
     await unused
     assert dispatcher.fleet.pools == {}
-    with pytest.raises(NoBackendError):
+    with pytest.raises(PoolRemovedError):
         await world.acquire("e")
-    with pytest.raises(NoBackendError):
+    with pytest.raises(PoolRemovedError):
         await dispatcher.engine("m")
     dispatcher.add_pool("m", CoreSettings())
     dispatcher.fleet.add_backend("b", "m")
@@ -531,7 +533,7 @@ async def test_who_waits_for_a_pool_hears_that_it_is_removed(world: World) -> No
     await turns()
     await world.dispatcher.fleet.remove_backend("b")
     await world.dispatcher.remove_pool("m")
-    with pytest.raises(NoBackendError):
+    with pytest.raises(PoolRemovedError):
         await asking
 
 
