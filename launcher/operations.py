@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from warmslot.router.advice import Advised
+    from warmslot.router.backends import Backend as Known
     from warmslot.router.dispatcher import Dispatcher
 
     from .reloading import Reloader
@@ -105,15 +106,15 @@ class Operations:
             up = known is not None and known.up
             return {
                 **shown,
-                "state": "remote" if up else "remote, down",
-                "reason": known.trouble if known else "",
+                "state": _state("remote" if up else "remote, down", known),
+                "reason": (known.withheld or known.trouble) if known else "",
                 "slots": known.slots if up and known else None,
                 "context": known.context if up and known else None,
             }
         return {
             **shown,
-            "state": str(status.state),
-            "reason": advice(status),
+            "state": _state(status.state, known),
+            "reason": (known.withheld if known else "") or advice(status),
             "pid": status.pid,
             "url": status.url,
             "slots": status.slots,
@@ -128,7 +129,11 @@ class Operations:
         """Let what runs on a backend end, and start it anew; also one that has failed."""
         self._known(name)
         async with self._changing:
-            return _came_of(await self._supervisor.restart(name))
+            came = _came_of(await self._supervisor.restart(name))
+            known = self._dispatcher.fleet.backend(name)
+            if known is not None and known.withheld:
+                raise ControlError(f"{name} runs again, but gets no requests: {known.withheld}")
+            return came
 
     async def change(self, name: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Give a backend other slots or another context; until the next reload or start."""
@@ -165,6 +170,11 @@ class Operations:
             )
         if self._dispatcher.stopping:
             raise ControlError("warmslot is stopping")
+
+
+def _state(own: str, known: Known | None) -> str:
+    """That of its process, and whether the router holds requests back from it."""
+    return f"{own}, withheld" if known is not None and known.withheld else str(own)
 
 
 def _with(backend: Backend, fields: Mapping[str, Any]) -> Backend:

@@ -150,7 +150,12 @@ class Reloader:
     async def _tried(self, name: str) -> str | None:
         """Wait until a launched backend was tried; why it does not serve."""
         status = await self._parts.supervisor.tried(name)
-        return None if status.is_ready else advice(self._parts.supervisor.status_of(name))
+        return self._withheld(name) if status.is_ready else advice(self._parts.supervisor.status_of(name))
+
+    def _withheld(self, name: str) -> str | None:
+        """Why a backend that runs gets no requests, where that is so."""
+        known = self._parts.router.dispatcher.fleet.backend(name)
+        return f"runs, but gets no requests: {known.withheld}" if known and known.withheld else None
 
     async def _looked_at(self, name: str) -> str | None:
         """Wait until a backend elsewhere was looked at; why it does not serve."""
@@ -182,7 +187,10 @@ class Reloader:
             if not status.is_ready:
                 came.failed[name] = advice(status)
                 return
-            came.applied.append(name)
+            if (reason := self._withheld(name)) is not None:
+                came.failed[name] = reason
+            else:
+                came.applied.append(name)
         if other:
             self._parts.attendants.attend(name)
 

@@ -184,11 +184,11 @@ class Folder:
             return None
 
 
-def fingerprint(launch: Launch) -> str:
+def fingerprint(launch: Launch, scales: str = "") -> str:
     """Equal where an engine can take what another one saved: same model, engine, flags and environment.
 
-    Slot count, context and threads may differ. Reads little of the model: its size, time and first bytes.
-    Raises :class:`~.model.ModelError`, OSError.
+    ``scales`` marks the LoRA scales that were set over HTTP. Slot count, context and threads may differ.
+    Reads little of the model: its size, time and first bytes. Raises :class:`~.model.ModelError`, OSError.
     """
     backend = launch.backend
     model = find_model(backend.model or "")
@@ -206,6 +206,7 @@ def fingerprint(launch: Launch) -> str:
         engine,
         backend.args,
         sorted(backend.env.items()),
+        *([scales] if scales else []),
     ]
     return hashlib.blake2b(orjson.dumps(told), digest_size=16).hexdigest()
 

@@ -64,10 +64,11 @@ class Warmth:
 
     async def backend_ready(self, name: str, url: str, slots: int, context: int, *, fresh: bool) -> None:
         """A backend serves: what was saved of it is put back first, where it was started anew."""
-        restored = await self._restore(name, url, slots, context) if fresh else []
+        scales = self._dispatcher.fleet.mark_of(name)
+        restored = await self._restore(name, url, slots, context, scales) if fresh else []
         host = await asyncio.to_thread(cache_of, self._launch_of(name).backend)
         await self._dispatcher.fleet.backend_ready(
-            name, url, slots, context, fresh=fresh, restored=restored, host=host
+            name, url, slots, context, fresh=fresh, restored=restored, restored_with=scales, host=host
         )
         backend = self._dispatcher.fleet.backend(name)
         if fresh and self._on_cold is not None and backend is not None:
@@ -130,10 +131,15 @@ class Warmth:
         ]
         if folder is None or backend is None or backend.client is None or not held:
             return 0
+        scales = backend.filled_with
+        if scales is None:  # its engine was here before us, and may have been told anything
+            if any("lora" in argument for argument in self._launch_of(name).backend.args):
+                return 0
+            scales = ""
         url, saved = backend.client.base_url, 0
         try:
             launch = self._launch_of(name)
-            mark = await asyncio.to_thread(fingerprint, launch)
+            mark = await asyncio.to_thread(fingerprint, launch, scales)
             async with (
                 asyncio.timeout(SAVE_TIMEOUT),
                 httpx.AsyncClient(
@@ -179,14 +185,14 @@ class Warmth:
 
     # -- restoring -----------------------------------------------------------------------------------------
 
-    async def _restore(self, name: str, url: str, slots: int, context: int) -> list[Contents]:
+    async def _restore(self, name: str, url: str, slots: int, context: int, scales: str) -> list[Contents]:
         folder = self._folder(name)
         restored: list[Contents] = []
         if folder is None:
             return restored
         try:
             launch = self._launch_of(name)
-            mark = await asyncio.to_thread(fingerprint, launch)
+            mark = await asyncio.to_thread(fingerprint, launch, scales)
             fit = await asyncio.to_thread(folder.fitting, mark, context)
             async with (
                 asyncio.timeout(RESTORE_TIMEOUT),

@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Route as Path
 
+from .adapters import ScaleKeeper
 from .auth import KeyCheck
 from .backend import EngineClient
 from .connection import connection
@@ -74,6 +75,7 @@ class Lasting:
 
     pools: Pools
     quota: Quota
+    scales: ScaleKeeper
     tenants: Tenants = field(default_factory=Tenants)
 
 
@@ -174,7 +176,7 @@ def create_app(
     the end.
     """
     keys = {key.name: key.value.get_secret_value() for key in config.keys if key.value is not None}
-    lasting = lasting or Lasting(Pools(config, dispatcher), Quota(config.keys))
+    lasting = lasting or Lasting(Pools(config, dispatcher), Quota(config.keys), ScaleKeeper(dispatcher))
     shop = Shop(
         dispatcher,
         lasting.pools,
@@ -198,7 +200,7 @@ def create_app(
         Path("/backends/{name}/metrics", EngineMetrics(shop), methods=["GET"]),
         *_live_page(dispatcher, live),
         Path("/props", Props(shop), methods=["GET"]),
-        Path("/lora-adapters", Adapters(shop), methods=["POST"]),
+        Path("/lora-adapters", Adapters(shop, lasting.scales), methods=["POST"]),
         Path("/slots", Slots(shop), methods=["GET"]),
         Path("/slots/{slot}", SlotAction(shop, allowed=config.endpoint.slot_actions), methods=["POST"]),
         Path("/{path:path}", Passthrough(shop, unknown=config.endpoint.unknown_routes == "pass")),
@@ -253,14 +255,16 @@ def create_router(
     live = Live(pools) if config.ui else None
     core = RouterCore({pool.name: core_settings(pool.scheduling) for pool in config.pools})
     connector = Connector(config)
+    timing = timing or Timing(hold=config.limits.hold_timeout)
     dispatcher = Dispatcher(
         core,
         pools,
         observers=[metrics, *(one for one in (journal, live) if one is not None), *observers],
-        timing=timing or Timing(hold=config.limits.hold_timeout),
+        timing=timing,
         connect=connector,
     )
-    lasting = Lasting(Pools(config, dispatcher), Quota(config.keys))
+    keeper = ScaleKeeper(dispatcher, pause=timing.health)
+    lasting = Lasting(Pools(config, dispatcher), Quota(config.keys), keeper)
     app = Front(create_app(config, dispatcher, metrics, journal, live, lasting=lasting))
     return Router(app, dispatcher, metrics, connector, lasting, journal, live)
 

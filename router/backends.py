@@ -49,9 +49,15 @@ class Backend:
     """Tokens per slot."""
     watch: HealthWatch | None = None
     draining: bool = False
-    """It finishes what runs on it and gets nothing new, because it will be stopped."""
+    """It finishes what runs on it and gets nothing new."""
     alone: bool = False
-    """A call that needs it for itself is at work, or waits for what runs on it to end."""
+    """A call has it for itself, or waits for that."""
+    withheld: str = ""
+    """Why it gets no requests though it serves, in words; empty where nothing of that kind is the matter."""
+    scales: str | None = None
+    """The mark of the LoRA scales that its engine has; empty: those of its flags, ``None``: not known."""
+    filled_with: str | None = None
+    """The mark of those with which was computed what its slots hold; so marked."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Of calls that need it for themselves, the one that has it."""
     unified: bool = False
@@ -75,11 +81,16 @@ class Backend:
             await self.watch.looked.wait()
 
     @property
+    def suspected(self) -> bool:
+        """Whether it has just refused or broken a connection, and has not proved itself since."""
+        return self.watch is not None and self.watch.suspecting
+
+    @property
     def usable(self) -> bool:
-        """Whether it serves and has not just refused or broken a connection."""
-        return self.up and not (self.watch is not None and self.watch.suspecting)
+        """Whether it serves, and serves as it should."""
+        return self.up and not self.suspected and not self.withheld
 
     @property
     def admits(self) -> bool:
-        """Whether leases may be given on it."""
+        """Whether leases may be given on it now."""
         return self.usable and not self.draining and not self.alone

@@ -424,7 +424,7 @@ class Dispatcher:
         self._observers.backend_changed(
             name, up=True, slots=backend.slots, context=backend.context, reason=""
         )
-        self._pool_changed(backend.pool)
+        self.backend_admits(backend)
 
     def backend_lost(self, backend: Backend, life: SlotWatch, reason: str) -> None:
         """A life of it is over; leases whose answers nobody reads are over with it."""

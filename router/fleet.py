@@ -48,6 +48,28 @@ class Owner(LeaseOwner, Protocol):
         """Whether leases may be given on it (:attr:`~.backends.Backend.admits`) may have changed."""
 
 
+class Guard(Protocol):
+    """Who has a say in whether a backend that is up may be used."""
+
+    def objection(self, backend: Backend) -> str:
+        """Why not, in words; empty where nothing is against it. Asked whenever it would be used again.
+
+        Who objects sees to it that the reason ends, and says so by :meth:`Fleet.readmit`.
+        """
+
+    async def tried(self, backend: Backend) -> None:
+        """Wait until what was objected to is mended, or a first try to mend it has failed."""
+
+    def mark(self, backend: Backend) -> str:
+        """Of the LoRA scales that it should have."""
+
+    def pool_removed(self, pool: str) -> None:
+        """What is known of a pool is of no use any more."""
+
+    async def aclose(self) -> None:
+        """End what is under way."""
+
+
 class Fleet:
     """The backends by pool. ``pools`` maps each pool to the names of its backends, all down at first.
 
@@ -69,6 +91,7 @@ class Fleet:
         self._audience = audience
         self._timing = timing
         self._clock = clock
+        self._guard: Guard | None = None
         self._backends: dict[str, Backend] = {}
         self._pools: dict[str, list[Backend]] = {pool: [] for pool in pools}
         self._closing: set[asyncio.Task[None]] = set()
@@ -108,6 +131,8 @@ class Fleet:
     def remove_pool(self, pool: str) -> None:
         """A pool less, whose backends were removed."""
         del self._pools[pool]
+        if self._guard is not None:
+            self._guard.pool_removed(pool)
 
     def add_backend(self, name: str, pool: str) -> None:
         """A backend more, that is down until it is reported as ready."""
@@ -134,13 +159,16 @@ class Fleet:
         *,
         fresh: bool,
         restored: Sequence[Contents] = (),
+        restored_with: str = "",
         host: HostMemory | None = None,
     ) -> None:
         """A backend serves at ``url``. ``fresh``: all of its slots are empty, but for those ``restored``.
 
+        ``restored_with``: the mark of the LoRA scales with which those were computed (:meth:`mark_of`).
         ``host``: its prompt cache in host memory, where it has one.
 
-        A second report of the same service changes nothing.
+        Returns when it may be used, or a first try to make that so has failed. A second report of the same
+        service changes nothing.
         """
         backend = self._backends[name]
         client = self._connect(name, url)
@@ -158,7 +186,14 @@ class Fleet:
         backend.life = SlotWatch(client, self._owner, self._timing, self._clock, slots)
         if not fresh:
             backend.life.want()
+        backend.scales = "" if fresh else None
+        backend.filled_with = restored_with if fresh else None
+        guard = self._guard
+        if guard is not None:
+            backend.withheld = guard.objection(backend)
         self._owner.backend_up(backend, fresh=fresh, restored=restored, host=host)
+        if guard is not None and backend.withheld:
+            await guard.tried(backend)
 
     async def backend_down(self, name: str, reason: str) -> None:
         """A backend is gone, with all that its slots held."""
@@ -174,13 +209,13 @@ class Fleet:
         if life is None:
             return
         backend.draining = True
-        self._owner.backend_admits(backend)
+        self._admit(backend)
         try:
             await life.idle.wait()
         except asyncio.CancelledError:
             if backend.life is life:
                 backend.draining = False
-                self._owner.backend_admits(backend)
+                self._admit(backend)
             raise
 
     @asynccontextmanager
@@ -200,14 +235,14 @@ class Fleet:
         if life is None or client is None or backend.draining:
             raise NoBackendError(backend.pool, 0.0)
         backend.alone = True
-        self._owner.backend_admits(backend)
+        self._admit(backend)
         try:
             await life.idle.wait()
             yield client
         finally:
             if backend.life is life:
                 backend.alone = False
-                self._owner.backend_admits(backend)
+                self._admit(backend)
 
     def log_event(self, name: str, event: object) -> None:
         """A line of a launched engine's log, understood.
@@ -225,6 +260,22 @@ class Fleet:
             life.selected(slot)
         elif hasattr(event, "truncated"):
             life.released(slot)
+
+    # -- for whoever has a say in the use of backends ------------------------------------------------------
+
+    def guarded_by(self, guard: Guard) -> None:
+        """Ask this one from now on before a backend is used."""
+        self._guard = guard
+
+    def readmit(self, name: str) -> None:
+        """Something that stood against using a backend may be over. Unknown ones are ignored."""
+        backend = self._backends.get(name)
+        if backend is not None:
+            self._admit(backend)
+
+    def mark_of(self, name: str) -> str:
+        """The mark of the LoRA scales that a backend should have."""
+        return "" if self._guard is None else self._guard.mark(self._backends[name])
 
     # -- for backends that run elsewhere -------------------------------------------------------------------
 
@@ -262,7 +313,7 @@ class Fleet:
         Unknown names, and those of backends that are down or suspected already, are ignored.
         """
         backend = self._backends.get(name)
-        if backend is None or not backend.usable or backend.client is None:
+        if backend is None or not backend.up or backend.suspected or backend.client is None:
             return
         if backend.watch is None:
             backend.watch = HealthWatch(
@@ -299,6 +350,8 @@ class Fleet:
 
     async def aclose(self) -> None:
         """Look after no backend any more, and close every connection."""
+        if self._guard is not None:
+            await self._guard.aclose()
         for backend in self._backends.values():
             if backend.life is not None:
                 backend.life.stop()
@@ -317,6 +370,7 @@ class Fleet:
         life.stop()
         backend.life = None
         backend.draining = backend.alone = False
+        backend.withheld, backend.scales, backend.filled_with = "", None, None
         if backend.watch is not None and not backend.watch.lasting:
             backend.watch.stop()
             backend.watch = None
@@ -324,9 +378,17 @@ class Fleet:
         self._owner.backend_lost(backend, life, reason)
 
     def _trust(self, backend: Backend) -> None:
-        """It answers again. It may have been started anew in between, so what its slots hold is looked at."""
+        """It answers again. It may have been started anew in between, so nothing of it is taken for known."""
         if backend.life is not None:
+            backend.scales = None
             backend.life.want()
+            self._admit(backend)
+
+    def _admit(self, backend: Backend) -> None:
+        """Have leases given on it from now on, or no more: as all that is known of it says."""
+        if backend.life is not None:
+            if self._guard is not None:
+                backend.withheld = self._guard.objection(backend)
             self._owner.backend_admits(backend)
 
     def _retire(self, backend: Backend) -> None:

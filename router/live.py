@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from .advice import Advised
+    from .backends import Backend
     from .dispatcher import Dispatcher
     from .settling import Held
     from .values import HostMemoryView, Lease, Outcome, Report, Request, SlotView
@@ -207,7 +208,7 @@ class Live:
                 {
                     "name": backend.name,
                     "pool": pool,
-                    "state": "draining" if backend.draining else "up" if backend.up else "down",
+                    "state": _state(backend),
                     "context": backend.context if backend.up else 0,
                     "restarts": self._restarts[backend.name],
                     "slots": [self._slot(view, held) for view in slots.get(backend.name, ())],
@@ -306,6 +307,12 @@ class Live:
                 if number is None:
                     return
                 self._groups[group] = number
+
+
+def _state(backend: Backend) -> str:
+    if not backend.up:
+        return "down"
+    return "draining" if backend.draining else "withheld" if backend.withheld else "up"
 
 
 def _host_memory(seen: HostMemoryView | None) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -12,11 +11,11 @@ from urllib.parse import parse_qs
 import orjson
 
 from . import errors
+from .adapters import Scales, clear
 from .backend import CONTROL_TIMEOUT, EngineBroke, EngineUnreachable
 from .backends import NoBackendError
 from .client import Client
 from .generation import ATTEMPTS, Passage, without_length
-from .isolation import empty
 from .pages import backend_named
 from .passthrough import target
 from .values import Loss, Route, Status
@@ -26,13 +25,12 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from .adapters import ScaleKeeper
     from .backend import EngineClient
     from .backends import Backend
     from .client import Headers
     from .errors import RequestError
     from .generation import Shop
-
-log = logging.getLogger("warmslot.router")
 
 _Failure = EngineUnreachable | EngineBroke | NoBackendError
 
@@ -71,7 +69,7 @@ class _PoolPage:
         raise NotImplementedError
 
     async def _backends(self, client: Client, passage: Passage) -> Sequence[Backend]:
-        """Those that the request is for, once one of them is up. Raises 404, 503."""
+        """Those that the request is for, once one of them can be asked. Raises 404, 503."""
         dispatcher = self._shop.dispatcher
         query = parse_qs(client.scope["query_string"].decode("latin-1"))
         if "backend" in query:
@@ -82,10 +80,15 @@ class _PoolPage:
             return [found]
 
         async def in_pool() -> Sequence[Backend]:
-            await dispatcher.engine(passage.pool)
+            there = dispatcher.fleet.pools.get(passage.pool, ())
+            if dispatcher.stopping or not any(self._may_ask(backend) for backend in there):
+                await dispatcher.engine(passage.pool)
             return dispatcher.fleet.pools[passage.pool]
 
         return await self._shop.pools.serve(query.get("model", [None])[0], passage, in_pool)
+
+    def _may_ask(self, backend: Backend) -> bool:
+        return backend.usable
 
     async def _ask(self, engine: EngineClient, client: Client, raw: bytes | None) -> _Answer:
         """One exchange. Raises :class:`EngineUnreachable`, :class:`EngineBroke`."""
@@ -138,36 +141,54 @@ class Props(_PoolPage):
 class Adapters(_PoolPage):
     """``POST /lora-adapters``: on every backend of the pool, on each while nothing runs there.
 
-    What their slots hold was computed with the adapters before, so nothing of it is counted on any more.
-    Where some took it and others did not, the answer is a 502 that names both.
+    What their slots hold was computed with the adapters before, so nothing of it is counted on any more. What
+    was taken is kept (:mod:`.adapters`): a backend that is down, and one that is started anew, has it before
+    it is used. Where some took it and others did not, the answer is a 502 that names both.
     """
 
-    def __init__(self, shop: Shop) -> None:
+    def __init__(self, shop: Shop, keeper: ScaleKeeper) -> None:
         super().__init__(shop)
-        self._one_at_a_time = asyncio.Lock()
-        """Of two calls at once the later one holds on all backends, or a part of each would."""
+        self._keeper = keeper
+
+    def _may_ask(self, backend: Backend) -> bool:
+        """Also one that lacks what was set before: what is set now may be what it takes."""
+        return backend.usable or bool(backend.withheld)
 
     async def _respond(self, client: Client, passage: Passage, raw: bytes) -> None:
-        backends = await self._backends(client, passage)
-        async with self._one_at_a_time:
-            told = await asyncio.gather(*(self._set(backend, client, raw) for backend in backends))
-        done = [one for one in told if isinstance(one, _Answer) and one.fine]
-        refused = [one for one in told if isinstance(one, _Answer) and not one.fine]
-        failed = [one for one in told if not isinstance(one, _Answer)]
-        if done and (refused or failed):
-            raise _partly(passage.pool, dict(zip((one.name for one in backends), told, strict=True)))
-        if not done and not refused:
-            raise failed[0]
-        answers = done or refused
-        await self._pass(client, passage, answers, answers[0].body)
+        backends = list(await self._backends(client, passage))
+        scales = Scales(raw, self._shop.on_behalf(client))
+        one = backends[0].name if passage.backend != "none" else None
+        async with self._keeper.changing(passage.pool, one, scales) as change:
+            told = dict(zip(backends, await self._tell(backends, client, scales), strict=True))
+            done = [answer for answer in told.values() if isinstance(answer, _Answer) and answer.fine]
+            if done:
+                change.accept()
+        lacking = {
+            backend.name: answer
+            for backend, answer in told.items()
+            if answer not in done and not isinstance(answer, NoBackendError)
+        }
+        if done and lacking:
+            raise _partly(passage.pool, [answer.backend for answer in done], lacking)
+        refused = [answer for answer in told.values() if isinstance(answer, _Answer)]
+        if not refused:
+            raise next(answer for answer in told.values() if not isinstance(answer, _Answer))
+        await self._pass(client, passage, done or refused, (done or refused)[0].body)
 
-    async def _set(self, backend: Backend, client: Client, raw: bytes) -> _Answer | _Failure:
+    async def _tell(
+        self, backends: Sequence[Backend], client: Client, scales: Scales
+    ) -> list[_Answer | _Failure]:
+        return await asyncio.gather(*(self._set(backend, client, scales) for backend in backends))
+
+    async def _set(self, backend: Backend, client: Client, scales: Scales) -> _Answer | _Failure:
         dispatcher = self._shop.dispatcher
+        if dispatcher.fleet.backend(backend.name) is not backend:  # removed meanwhile
+            return NoBackendError(backend.pool, 0.0)
         try:
             async with dispatcher.fleet.alone(backend.name) as engine:
                 perhaps = True
                 try:
-                    answer = await self._ask(engine, client, raw)
+                    answer = await self._ask(engine, client, scales.body)
                 except EngineUnreachable as error:
                     perhaps = error.sent
                     raise
@@ -175,9 +196,11 @@ class Adapters(_PoolPage):
                     perhaps = answer.fine
                 finally:
                     if perhaps:
+                        backend.scales = None
                         dispatcher.outdated(backend.name, Loss.RESTARTED)
                 if perhaps:
-                    await self._clear(backend, engine, client)
+                    await clear(dispatcher, backend, engine, scales.headers)
+                    backend.scales = backend.filled_with = scales.mark
                 return answer
         except (EngineUnreachable, EngineBroke) as error:
             dispatcher.fleet.suspect(backend.name)
@@ -185,34 +208,21 @@ class Adapters(_PoolPage):
         except NoBackendError as error:
             return error
 
-    async def _clear(self, backend: Backend, engine: EngineClient, client: Client) -> None:
-        """Leave nothing in the slots that an engine might go on with: it was computed with other adapters."""
-        headers = self._shop.on_behalf(client)
-        try:
-            await empty(self._shop.dispatcher, engine, headers, range(backend.slots))
-        except errors.RequestError:
-            log.warning("backend %s: slots that other adapters filled could not be cleared", backend.name)
 
-
-def _partly(pool: str, told: dict[str, _Answer | _Failure]) -> RequestError:
+def _partly(pool: str, done: Sequence[str], lacking: dict[str, _Answer | _Failure]) -> RequestError:
     """Some backends of a pool took what others did not."""
-    done = [name for name, one in told.items() if isinstance(one, _Answer) and one.fine]
-    lacking = [f"{name} ({_reason(one)})" for name, one in told.items() if name not in done]
+    reasons = [f"{name} ({_reason(one)})" for name, one in lacking.items()]
     return errors.RequestError(
         502,
         "server_error",
-        f"lora-adapters: of pool {pool!r} set on {', '.join(done)}; not on {', '.join(lacking)}",
+        f"lora-adapters: of pool {pool!r} set on {', '.join(done)}; not on {', '.join(reasons)}, "
+        "which gets no requests until it takes them",
         code="partly_done",
     )
 
 
 def _reason(one: _Answer | _Failure) -> str:
-    match one:
-        case _Answer():
-            return f"status {one.status}"
-        case NoBackendError():
-            return "not up, or about to stop"
-    return str(one)
+    return f"status {one.status}" if isinstance(one, _Answer) else str(one)
 
 
 def _together(bodies: Sequence[bytes]) -> bytes:

@@ -349,6 +349,41 @@ async def test_backends_elsewhere_come_go_and_move(site: Any, backend: Any) -> N
             assert (await here.status())["far"]["state"] == "ready"
 
 
+async def test_lora_scales_outlast_an_engine_and_whoever_refuses_them_gets_nothing(
+    site: Any, backend: Any
+) -> None:
+    async def scale(name: str) -> float:
+        url = (await here.status())[name]["url"]
+        async with httpx.AsyncClient(timeout=PATIENCE, trust_env=False) as client:
+            return float((await client.get(f"{url}/lora-adapters")).json()[0]["scale"])
+
+    one, two = (backend(name, args=["--lora", "a.gguf"]) for name in ("one", "two"))
+    async with site(config_of(one)) as here:
+        assert await scale("one") == 1
+        answer = await here.http.post("/lora-adapters", json=[{"id": 0, "scale": 0.5}])
+        assert answer.status_code == 200
+        assert (await here.warmslot("restart", "one"))[0] == 0
+        assert await scale("one") == 0.5
+        assert await here.reload(config_of(one, two)) == ["two: added"]
+        assert await scale("two") == 0.5
+        why = (
+            "LoRA scales that were set over HTTP are not in force on it: "
+            "it refused them (status 400: invalid adapter id)"
+        )
+        code, out, _ = await here.try_reload(config_of(one, backend("two")))
+        assert (code, out) == (1, f"two: runs, but gets no requests: {why}\n")
+        shown = (await here.status())["two"]
+        assert (shown["state"], shown["reason"]) == ("ready, withheld", why)
+        assert {await here.asked_of(f"Hi {number}") for number in range(4)} == {"one"}
+        code, _, err = await here.warmslot("restart", "two")
+        assert (code, why in err) == (1, True)
+        # Those of its flags are all that are left once the other one has no such adapter either.
+        assert await here.reload(config_of(backend("one"), backend("two"))) == [
+            "one: runs with its new settings"
+        ]
+        assert [one["state"] for one in (await here.status()).values()] == ["ready", "ready"]
+
+
 async def test_what_only_a_start_reads_is_named_each_time(site: Any, backend: Any) -> None:
     async with site(config_of(backend("one"))) as here:
         more = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from gguf import GGUFReader, GGUFWriter
 from warmslot.launcher.engine import EngineKind
 
 from tests.support.router import serving
+from tests.support.stack import stack
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -51,16 +54,22 @@ def write_adapter(path: Path, model: Path) -> None:
     writer.close()
 
 
+def adapter_for(engine: Engine, model: Path, folder: Path) -> Path:
+    """One for a model, where the engine takes any."""
+    if engine.kind is EngineKind.EMBEDDED:
+        pytest.skip("the embedded engine has no option --lora")
+    adapter = folder / "adapter.gguf"
+    write_adapter(adapter, model)
+    return adapter
+
+
 async def test_answers_are_those_of_the_adapters_in_force(
     installed_engine: Engine,
     demo_model: Path,
     start_engine: Callable[..., Awaitable[str]],
     tmp_path: Path,
 ) -> None:
-    if installed_engine.kind is EngineKind.EMBEDDED:
-        pytest.skip("the embedded engine has no option --lora")
-    adapter = tmp_path / "adapter.gguf"
-    write_adapter(adapter, demo_model)
+    adapter = adapter_for(installed_engine, demo_model, tmp_path)
     profile = ("--no-kv-unified", "--no-cache-idle-slots", "--cache-ram", "0")
     url = await start_engine("-np", "2", "-c", "1024", *profile, "--lora", str(adapter))
     async with serving([Address(url, 2, 512)]) as service, httpx.AsyncClient(timeout=100) as direct:
@@ -89,3 +98,34 @@ async def test_answers_are_those_of_the_adapters_in_force(
             assert first["timings"]["cache_n"] == 0
             assert answers.setdefault(to, first["content"]) == first["content"]
         assert answers[0.0] != answers[1.0]
+
+
+async def test_scales_outlast_the_engine(installed_engine: Engine, demo_model: Path, tmp_path: Path) -> None:
+    adapter = adapter_for(installed_engine, demo_model, tmp_path)
+    args = ["--no-warmup", "--lora", str(adapter)]
+    async with stack(installed_engine, demo_model, tmp_path, slots=2, threads=2, args=args) as running:
+
+        async def ask() -> tuple[str, int]:
+            told = (await running.complete(TEXT, n_predict=8)).json()
+            return told["content"], told["timings"]["cache_n"]
+
+        async def scale(to: float) -> None:
+            answer = await running.http.post("/lora-adapters", json=[{"id": 0, "scale": to}])
+            assert answer.status_code == 200
+
+        async def die(count: int) -> None:
+            os.kill(running.pid, signal.SIGKILL)
+            await running.ready(count)
+
+        flags, _ = await ask()
+        await scale(0)
+        off, cached = await ask()
+        assert (off != flags, cached) == (True, 0)
+        await die(2)
+        assert await ask() == (off, 0)  # nothing was saved: all is computed anew, with the same scales
+        again, whole = await ask()
+        await running.supervisor.restart("one")
+        assert await ask() == (again, whole)  # it was saved, and is put back under the scales that filled it
+        await scale(1)
+        await die(4)
+        assert await ask() == (flags, 0)  # what lies in files was filled under others

@@ -71,6 +71,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--slots", action="store_true", default=True)
     parser.add_argument("--no-slots", dest="slots", action="store_false")
     parser.add_argument("--version", action="version", version="version: 0 (fake)")
+    parser.add_argument("--lora", action="append", default=[], help="an adapter, wholly on")
     parser.add_argument("--fake-loading", action="store_true", help="load until POST /fake says loaded")
     for flag in _FLAGS:
         parser.add_argument(flag, action="store_true")
@@ -91,6 +92,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         alias=arguments.alias or arguments.model,
         log=_log,
     )
+    server.adapters = [{"id": n, "path": path, "scale": 1.0} for n, path in enumerate(arguments.lora)]
     if not arguments.slots:
         server.missing.add("slots")
     if not arguments.metrics:
