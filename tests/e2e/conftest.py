@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING
+import shlex
+import signal
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
+import httpx
+import psutil
 import pytest
+import yaml
 from warmslot.launcher.engine import EngineKind
 
+from tests.support.site import HELP, ROOT, Site
 from tests.support.up import PATIENCE, WARMSLOT, Running
 
 if TYPE_CHECKING:
@@ -16,6 +24,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from warmslot.launcher.engine import Engine
+
+    StartUp = Callable[..., Awaitable[Running]]
+    Command = Callable[..., Awaitable[tuple[int, str, str]]]
 
 
 @pytest.fixture
@@ -77,3 +88,40 @@ pools:
     backends:
       - {{name: one, model: {demo_model}, slots: 2, context: 1024, threads: 2}}
 """
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Makes the settings of a backend whose engine is a fake."""
+    engine, model = tmp_path / "fake-engine", tmp_path / "model.gguf"
+    command = shlex.join([sys.executable, "-m", "tests.fakes"])
+    engine.write_text(
+        f"#!/bin/sh\ncd {shlex.quote(str(ROOT))}\n"
+        f'[ "$1" = --help ] && cat <<\'EOF\' && exit\n{HELP}EOF\nexec {command} "$@"\n'
+    )
+    engine.chmod(0o755)
+    model.write_bytes(b"GGUF and nothing else")
+
+    def make(name: str, **settings: Any) -> dict[str, Any]:
+        own = {"model": str(model), "engine": str(engine), "slots": 1, "context": 1024}
+        return {"name": name, **own, **settings}
+
+    return make
+
+
+@pytest.fixture
+def site(up: StartUp, warmslot: Command, tmp_path: Path) -> Callable[[dict[str, Any]], Any]:
+    """Starts one on a configuration; at its end no process is left."""
+
+    @asynccontextmanager
+    async def start(config: dict[str, Any]) -> AsyncIterator[Site]:
+        running = await up(yaml.safe_dump(config))
+        children = running.children
+        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE, trust_env=False) as http:
+            yield Site(running, warmslot, tmp_path / "up.yaml", http)
+        children += running.children
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.end() == (0, "")
+        assert psutil.wait_procs(children, timeout=0)[1] == []
+
+    return start

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
@@ -90,6 +91,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         context=arguments.ctx_size // arguments.parallel,
         loading=arguments.fake_loading,
         alias=arguments.alias or arguments.model,
+        api_key=os.environ.get("LLAMA_API_KEY") or arguments.api_key,
         log=_log,
     )
     server.adapters = [{"id": n, "path": path, "scale": 1.0} for n, path in enumerate(arguments.lora)]
