@@ -22,25 +22,31 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
-    """Its reading and its writing end."""
-    ends = os.pipe()
-    yield ends
-    for end in ends:
-        os.close(end)
+def named_pipe(tmp_path: Path) -> Iterator[tuple[Path, int, int]]:
+    """With its reading and its writing end."""
+    path = tmp_path / "output"
+    os.mkfifo(path)
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else it would wait for a writer
+    os.set_blocking(reading, True)
+    writing = os.open(path, os.O_WRONLY)
+    yield path, reading, writing
+    os.close(reading)
+    os.close(writing)
 
 
-def fill(end: int) -> None:
-    """Write into a pipe until it takes no more, without making the other writers' end non-blocking."""
-    anew = os.open(f"/proc/self/fd/{end}", os.O_WRONLY | os.O_NONBLOCK)
+def fill(pipe: Path) -> None:
+    """Write into a pipe until it takes no more, by an end of its own: others' go on waiting for room."""
+    end = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         while True:
-            os.write(anew, b"." * 512)
-    os.close(anew)
+            os.write(end, b"." * 512)
+    os.close(end)
 
 
-async def test_it_serves_and_ends_though_its_output_is_stuck(tmp_path: Path, pipe: tuple[int, int]) -> None:
-    reading, writing = pipe
+async def test_it_serves_and_ends_though_its_output_is_stuck(
+    tmp_path: Path, named_pipe: tuple[Path, int, int]
+) -> None:
+    pipe, reading, writing = named_pipe
     file = tmp_path / "up.yaml"
     async with FakeLlamaServer() as fake, asyncio.timeout(PATIENCE):
         file.write_text(
@@ -56,7 +62,7 @@ async def test_it_serves_and_ends_though_its_output_is_stuck(tmp_path: Path, pip
             printed = ""
             while not (found := re.search(r"Serving at (\S+)/v1", printed)):
                 printed += (await asyncio.to_thread(os.read, reading, 4096)).decode()
-            fill(writing)
+            fill(pipe)
             async with httpx.AsyncClient(base_url=found[1], timeout=PATIENCE, trust_env=False) as client:
                 for _ in range(20):
                     process.send_signal(signal.SIGHUP)  # it says what a reload brought
