@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -17,6 +18,8 @@ from .command import key_header
 from .process import State
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from warmslot.router.dispatcher import Dispatcher
 
     from .supervisor import Supervisor
@@ -26,6 +29,10 @@ log = logging.getLogger("warmslot.launcher")
 _LOOKS = 4
 """Looks within one timeout. Each asks the engine for ``/slots``, which must not happen often."""
 
+_LONGEST = 2.5
+"""Most that counts of the time between two looks, in pauses between them. A look itself may take another
+pause. What is longer, the machine or the launcher has slept through, and the engine perhaps as well."""
+
 _SECOND_CHANCE = 0.25
 """Of the timeout: what a suspect gets after its requests were cancelled."""
 
@@ -33,29 +40,39 @@ _SECOND_CHANCE = 0.25
 class ProgressWatch:
     """Looks after one backend, as long as :meth:`run` is not cancelled. ``timeout`` in seconds."""
 
-    def __init__(self, name: str, supervisor: Supervisor, dispatcher: Dispatcher, timeout: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        supervisor: Supervisor,
+        dispatcher: Dispatcher,
+        timeout: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._name = name
+        self._clock = clock
         self._supervisor = supervisor
         self._dispatcher = dispatcher
         self._timeout = timeout
 
     async def run(self) -> None:
         """Look, for ever."""
-        loop = asyncio.get_running_loop()
         seen: object = None
-        since = loop.time()
+        quiet, looked, pause = 0.0, self._clock(), self._timeout / _LOOKS
         while True:
-            await asyncio.sleep(self._timeout / _LOOKS)
+            await asyncio.sleep(pause)
             status = self._supervisor.status_of(self._name)
             if status.state not in {State.READY, State.DRAINING} or status.url is None:
-                seen, since = None, loop.time()
+                seen, quiet, looked = None, 0.0, self._clock()
                 continue
             signs = await self._signs(status.url)
+            passed, looked = self._clock() - looked, self._clock()
+            quiet += min(passed, _LONGEST * pause)
             if signs is not None and (signs != seen or not signs[1]):
-                seen, since = signs, loop.time()
-            elif loop.time() - since >= self._timeout:
+                seen, quiet = signs, 0.0
+            elif quiet >= self._timeout:
                 await self._treat(status.url, status.pid, signs)
-                seen, since = None, loop.time()
+                seen, quiet, looked = None, 0.0, self._clock()
 
     async def _signs(self, url: str) -> tuple[int | None, list[object]] | None:
         """What changes as an engine works: its process, how far each busy slot is; ``None``: no answer."""
@@ -64,9 +81,10 @@ class ProgressWatch:
         async with httpx.AsyncClient(timeout=patience, trust_env=False, headers=headers) as client:
             try:
                 answer = await client.get(f"{url}/slots")
-                slots: Any = answer.json() if answer.is_success else []
+                told: Any = answer.json() if answer.is_success else []
             except (httpx.HTTPError, ValueError):
                 return None
+        slots = told if isinstance(told, list) else []
         busy = [slot for slot in slots if isinstance(slot, dict) and slot.get("is_processing") is True]
         fields = ("id", "id_task", "n_prompt_tokens", "n_prompt_tokens_processed", "next_token")
         return pid, [[slot.get(field) for field in fields] for slot in busy]

@@ -1,4 +1,4 @@
-"""A launched backend becomes another one at a reload, by its key: who comes meanwhile waits, within bounds."""
+"""A backend becomes another one at a reload, by its key; who comes meanwhile waits, within bounds."""
 
 from __future__ import annotations
 

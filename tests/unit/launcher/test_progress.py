@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import orjson
+import pytest
 from warmslot.launcher.process import State
 from warmslot.launcher.progress import ProgressWatch
 from warmslot.launcher.supervisor import BackendStatus
@@ -23,13 +25,19 @@ BUSY = {"id": 0, "id_task": 7, "is_processing": True, "n_prompt_tokens": 9000}
 class Patient:
     """An engine as the watch sees it: what ``/slots`` says at each look, and whether it was ended."""
 
-    def __init__(self, slots: Callable[[int], list[dict[str, Any]] | None]) -> None:
+    def __init__(self, slots: Callable[[int], Any]) -> None:
         self._slots = slots
         self.looks = 0
         self.status = BackendStatus("one", State.READY, pid=os.getpid())
         self.condemned: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.cancelled = 0
+        self.slept = 0.0
+        """Seconds that went by with everything standing still."""
         self._enough = asyncio.Event()
+
+    def clock(self) -> float:
+        """Time as the watch has it."""
+        return time.monotonic() + self.slept
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One ``GET /slots``; ``None`` is never answered."""
@@ -68,11 +76,11 @@ class Patient:
 
 
 @asynccontextmanager
-async def watched(slots: Callable[[int], list[dict[str, Any]] | None]) -> AsyncIterator[Patient]:
+async def watched(slots: Callable[[int], Any]) -> AsyncIterator[Patient]:
     patient = Patient(slots)
     server = await asyncio.start_server(patient.answer, "127.0.0.1", 0)
     patient.status.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    watch: Any = ProgressWatch("one", patient, patient, TIMEOUT)  # type: ignore[arg-type]
+    watch = ProgressWatch("one", patient, patient, TIMEOUT, clock=patient.clock)  # type: ignore[arg-type]
     task = asyncio.create_task(watch.run())
     try:
         async with asyncio.timeout(60):
@@ -116,6 +124,28 @@ async def test_one_that_its_cancelled_requests_set_free_goes_on() -> None:
     async with watched(stuck) as patient:
         await patient.looked_at_often()
         assert (patient.condemned.done(), patient.cancelled) == (False, 1)
+
+
+async def test_what_all_have_slept_through_is_no_silence() -> None:
+    """The machine was suspended, or the container paused, with a request at work."""
+
+    def stopped_once(look: int) -> list[dict[str, Any]]:
+        if look == 3:
+            patient.slept = 1000.0
+        return [BUSY | {"n_prompt_tokens_processed": 2048 * (look - (look >= 3))}]
+
+    async with watched(stopped_once) as patient:
+        await patient.looked_at_often()
+        assert (patient.condemned.done(), patient.cancelled) == (False, 0)
+
+
+@pytest.mark.parametrize("told", [7, {"error": "none"}, ["no object"]])
+async def test_an_engine_that_tells_of_its_slots_in_another_way_is_watched_on(told: Any) -> None:
+    """It is not taken for wedged, and once it is deaf it is ended."""
+    async with watched(lambda look: told if look < 12 else None) as patient:
+        await patient.looked_at_often()
+        assert (patient.condemned.done(), patient.cancelled) == (False, 0)
+        assert "does not answer" in await patient.condemned
 
 
 async def test_a_deaf_engine_is_ended() -> None:
