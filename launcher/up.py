@@ -225,6 +225,7 @@ class _Session:
         except JournalError as error:
             raise StartError(str(error)) from error
         self._server = _Server(server_config(self._router.app, config))
+        self._router.lasting.scales.keep_in(folder.path / "lora-scales.json")
         self._files = LogFiles(folder.path, size=config.state.log_size, files=config.state.log_files)
         self._warmth = Warmth(
             self._router.dispatcher,
@@ -264,7 +265,8 @@ class _Session:
         await self._control.start()
         try:
             return await self._run()
-        finally:
+        finally:  # not where it is killed: then engines may live on, and whoever starts next goes on
+            self._router.lasting.scales.keep_no_more()
             self._control.close()
             self._files.close()
 

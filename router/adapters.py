@@ -27,6 +27,7 @@ from .values import Loss
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
 
     from .backend import EngineClient
     from .backends import Backend
@@ -151,7 +152,45 @@ class ScaleKeeper:
         self._one_at_a_time = asyncio.Lock()
         """Of two changes at once the later one holds on all backends, or a part of each would."""
         self._tries: dict[SlotWatch, _Trying] = {}
+        self._file: Path | None = None
         dispatcher.fleet.guarded_by(self)
+
+    def keep_in(self, file: Path) -> None:
+        """Keep them in a file as well, and begin with what is in it: whoever wrote it was killed.
+
+        Keys of clients are not written down.
+        """
+        self._file = file
+        try:
+            told = orjson.loads(file.read_bytes())
+            self._scales = {
+                (one["pool"], one["backend"]): Scales(one["scales"].encode()) for one in told
+            } | self._scales
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            log.warning("%s: LoRA scales that were set before cannot be read: %s", file, error)
+
+    def keep_no_more(self) -> None:
+        """Remove the file: who starts next begins with those of the flags."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.unlink(missing_ok=True)
+            self._file = None
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        told = [
+            {"pool": pool, "backend": backend, "scales": scales.body.decode(errors="replace")}
+            for (pool, backend), scales in self._scales.items()
+        ]
+        fresh = self._file.with_suffix(".new")
+        try:
+            fresh.write_bytes(orjson.dumps(told))
+            fresh.replace(self._file)
+        except OSError as error:
+            log.warning("%s: LoRA scales cannot be kept there: %s", self._file, error.strerror)
 
     def wanted(self, backend: Backend) -> Scales | None:
         """What is to be in force on a backend; ``None``: what its flags say."""
@@ -184,6 +223,7 @@ class ScaleKeeper:
         if backend is None:
             self._scales = {key: kept for key, kept in self._scales.items() if key[0] != pool}
         self._scales[pool, backend] = scales
+        self._write()
 
     # -- for the fleet -------------------------------------------------------------------------------------
 
@@ -214,7 +254,9 @@ class ScaleKeeper:
 
     def pool_removed(self, pool: str) -> None:
         """Forget what was set for it."""
-        self._scales = {key: kept for key, kept in self._scales.items() if key[0] != pool}
+        if any(key[0] == pool for key in self._scales):
+            self._scales = {key: kept for key, kept in self._scales.items() if key[0] != pool}
+            self._write()
 
     async def aclose(self) -> None:
         """Try no more."""
@@ -314,6 +356,7 @@ class ScaleKeeper:
         if any(other.up and other.scales == wanted.mark for other in others):
             return reason
         del self._scales[scope]
+        self._write()
         log.warning(
             "%s: the LoRA scales that were set over HTTP are forgotten, those of the flags hold: backend %s "
             "was started anew and %s, and no other has them",

@@ -21,7 +21,7 @@ from .passthrough import target
 from .values import Loss, Route, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from starlette.types import Receive, Scope, Send
 
@@ -209,7 +209,7 @@ class Adapters(_PoolPage):
             return error
 
 
-def _partly(pool: str, done: Sequence[str], lacking: dict[str, _Answer | _Failure]) -> RequestError:
+def _partly(pool: str, done: Sequence[str], lacking: Mapping[str, _Answer | _Failure]) -> RequestError:
     """Some backends of a pool took what others did not."""
     reasons = [f"{name} ({_reason(one)})" for name, one in lacking.items()]
     return errors.RequestError(

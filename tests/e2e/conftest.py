@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 import signal
-import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,7 @@ import pytest
 import yaml
 from warmslot.launcher.engine import EngineKind
 
-from tests.support.site import HELP, ROOT, Site
+from tests.support.site import Site, engine_script
 from tests.support.up import PATIENCE, WARMSLOT, Running
 
 if TYPE_CHECKING:
@@ -94,11 +92,7 @@ pools:
 def backend(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Makes the settings of a backend whose engine is a fake."""
     engine, model = tmp_path / "fake-engine", tmp_path / "model.gguf"
-    command = shlex.join([sys.executable, "-m", "tests.fakes"])
-    engine.write_text(
-        f"#!/bin/sh\ncd {shlex.quote(str(ROOT))}\n"
-        f'[ "$1" = --help ] && cat <<\'EOF\' && exit\n{HELP}EOF\nexec {command} "$@"\n'
-    )
+    engine.write_text(engine_script())
     engine.chmod(0o755)
     model.write_bytes(b"GGUF and nothing else")
 

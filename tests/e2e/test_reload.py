@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import signal
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -244,6 +245,23 @@ async def test_lora_scales_outlast_an_engine_and_whoever_refuses_them_gets_nothi
             "one: runs with its new settings"
         ]
         assert [one["state"] for one in (await here.status()).values()] == ["ready", "ready"]
+
+
+async def test_lora_scales_outlast_a_warmslot_that_is_killed_and_not_one_that_is_stopped(
+    up: Any, backend: Any
+) -> None:
+    text = yaml.safe_dump(config_of(backend("one", args=["--lora", "a.gguf"])))
+    found = []
+    for end in (signal.SIGKILL, signal.SIGTERM, signal.SIGTERM):
+        running = await up(text)
+        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE, trust_env=False) as client:
+            found.append((await client.get("/lora-adapters")).json()[0]["scale"])
+            if end is signal.SIGKILL:
+                answer = await client.post("/lora-adapters", json=[{"id": 0, "scale": 0.5}])
+                assert answer.status_code == 200
+        running.process.send_signal(end)
+        await running.end()
+    assert found == [1.0, 0.5, 1.0]
 
 
 async def test_what_only_a_start_reads_is_named_each_time(site: Any, backend: Any) -> None:

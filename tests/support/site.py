@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,10 +36,18 @@ HELP = """\
 --log-jsonl
 --slot-save-path PATH
 --api-key KEY
+--lora FNAME
 """
 """What the fake says of itself."""
 
 ROOT = Path(__file__).parents[2]
+
+
+def engine_script(python: str = sys.executable, root: str = str(ROOT)) -> str:
+    """A program for a shell: the fake engine, in the checkout ``root``."""
+    command = shlex.join([python, "-m", "tests.fakes"])
+    told = f"[ \"$1\" = --help ] && cat <<'EOF' && exit\n{HELP}EOF\n"
+    return f'#!/bin/sh\ncd {shlex.quote(root)}\n{told}exec {command} "$@"\n'
 
 
 class Site:

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from warmslot.router.adapters import Scales
 
 from tests.fakes.llama_server import FakeLlamaServer
@@ -13,8 +14,7 @@ from tests.support.router import config_for, serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    import pytest
+    from pathlib import Path
 
     from tests.support.router import Service
 
@@ -201,7 +201,7 @@ async def test_what_was_put_back_from_files_counts_only_with_the_scales_that_fil
                 "b0", fake.base_url, 2, 2048, fresh=True, restored=held, restored_with=filled_with
             )
             assert scale(fake) == 0.5
-            assert any(view.resident_tokens for view in dispatcher.slots()) is kept
+            assert bool(dispatcher.contents("b0")) is kept
             backend = dispatcher.fleet.backend("b0")
             assert backend is not None
             assert backend.filled_with == mark
@@ -245,6 +245,43 @@ async def test_clients_keys_are_used_again_where_they_are_the_engines_own() -> N
         assert (await service.http.post("/lora-adapters", json=WANTED, headers=headers)).status_code == 200
         await start_anew(service)
         assert scale(fake) == 0.5
+
+
+async def test_whoever_comes_after_one_that_was_killed_goes_on_with_them(tmp_path: Path) -> None:
+    file = tmp_path / "lora-scales.json"
+    async with FakeLlamaServer() as fake, serving([fake]) as service:
+        as_its_flags_say(fake)
+        service.router.lasting.scales.keep_in(file)
+        assert (await service.http.post("/lora-adapters", json=WANTED)).status_code == 200
+        await service.http.post("/lora-adapters?backend=b0", json=[{"id": 0, "scale": 0.75}])
+        await service.chat(f"mark-k {LONG}")
+        async with serving([fake], ready=False) as second:
+            second.router.lasting.scales.keep_in(file)
+            ready = second.router.dispatcher.fleet.backend_ready
+            await ready("b0", fake.base_url, 4, 2048, fresh=False)  # it lived on
+            assert (scale(fake), told(fake)) == (0.75, 2)
+            await ready("b0", fake.base_url, 4, 2048, fresh=True)
+            as_its_flags_say(fake)
+            await start_anew(second)
+            assert scale(fake) == 0.75
+            second.router.lasting.scales.keep_no_more()
+        assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", '[{"pool": "m"}]', '[["m"]]', '[{"pool":"m","backend":null,"scales":1}]']
+)
+async def test_a_damaged_file_costs_no_more_than_a_warning(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "lora-scales.json"
+    file.write_text(text)
+    async with FakeLlamaServer() as fake, serving([fake], ready=False) as service:
+        as_its_flags_say(fake)
+        service.router.lasting.scales.keep_in(file)
+        assert "cannot be read" in caplog.text
+        await service.router.dispatcher.fleet.backend_ready("b0", fake.base_url, 4, 2048, fresh=True)
+        assert (scale(fake), told(fake)) == (1.0, 0)
 
 
 def test_scales_are_alike_however_they_are_written() -> None:
