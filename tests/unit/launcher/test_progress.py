@@ -68,6 +68,10 @@ class Patient:
     def condemn(self, _: str, reason: str) -> None:
         self.condemned.set_result(reason)
 
+    @property
+    def fleet(self) -> Patient:
+        return self
+
     def backend(self, _: str) -> Any:
         return SimpleNamespace(client=self)
 
