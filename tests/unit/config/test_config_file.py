@@ -205,6 +205,10 @@ WRONG = {
         with_backend("tls_ca: a"),
         "f.yaml:6: pools[0].backends[0].tls_ca: found beside model, allowed: only beside url",
     ),
+    "a shared context of a backend that is launched here": (
+        with_backend("kv_unified: true"),
+        "f.yaml:6: pools[0].backends[0].kv_unified: found beside model, allowed: only beside url",
+    ),
     "two keys for a backend that is launched here": (
         with_backend("api_key: a\napi_key_file: B"),
         (
@@ -480,3 +484,13 @@ def test_a_remote_backend_without_a_cache_may_be_isolated(tmp_path: Path) -> Non
     assert load(shown).pools[0].backends[0].model_fields_set >= {"url", "cache_ram"}
     file.write_text(text.replace("        cache_ram: 0\n", ""))
     assert "cache_ram" not in dump(load(file))
+
+
+def test_a_shared_context_is_shown_where_it_was_told(tmp_path: Path) -> None:
+    text = MINIMAL.replace("model: demo", "url: http://h:1") + "        kv_unified: true\n"
+    file, shown = tmp_path / "f.yaml", tmp_path / "shown.yaml"
+    file.write_text(text)
+    shown.write_text(dump(load(file)))
+    assert load(shown).pools[0].backends[0].kv_unified
+    file.write_text(MINIMAL)
+    assert "kv_unified" not in dump(load(file))
