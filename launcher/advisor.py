@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("warmslot.launcher")
 
-PATIENCE: Final = 600.0
-"""Seconds that one answer may take."""
+PATIENCE: Final = 1800.0
+"""Seconds that one answer may take: about a minute on a free core, and long where engines leave none."""
 
 COMMAND: Final = (sys.executable, "-P", "-m", "warmslot.launcher.advisor_child")
 

@@ -1,4 +1,4 @@
-"""What works out advice beside a running router: a process of its own, since it computes for half a minute.
+"""What works out advice beside a running router: a process of its own, since it computes for a minute.
 
 ``python -m warmslot.launcher.advisor_child PARENT`` reads a question from its standard input and prints what
 ``warmslot advise`` finds of each backend, both as JSON; see :func:`answer`. It takes only what nobody else

@@ -97,7 +97,12 @@ async def record(setup: Setup, case: Case, path: Path) -> None:
         "args": list(setup.flags),
     }
     pool = {"name": "m", "scheduling": {"in_flight": "slots"}, "backends": [backend]}
-    config = {"engine": engine_setting(setup.engine), "journal": {"path": str(path)}, "pools": [pool]}
+    config = {
+        "engine": engine_setting(setup.engine),
+        "journal": {"path": str(path)},
+        "advice": {"every": 0},  # its process would be measured as well
+        "pools": [pool],
+    }
     load = setup.load(case)
     async with routed(config) as url:
         served = await serve(url, load, Shape(load), model="m")
