@@ -145,7 +145,11 @@ def _profile(backend: Backend, model: Path, host: str, port: int) -> list[Flag]:
         Flag("-c", str(total), "the setting context, which is per slot", essential=True),
         Flag("--host", host, "backends are reached through the router", essential=True),
         Flag("--port", str(port), "backends are reached through the router", essential=True),
-        Flag("--no-kv-unified", None, "a shared KV cache would let one slot's contents vanish for another's"),
+        Flag("--kv-unified", None, "the setting kv_unified", essential=True)
+        if backend.kv_unified
+        else Flag(
+            "--no-kv-unified", None, "a shared KV cache would let one slot's contents vanish for another's"
+        ),
         Flag("--no-cache-idle-slots", None, "it keeps idle slots from being cleared"),
         Flag("--cache-ram", str(backend.cache_ram), "the setting cache_ram"),
         Flag("--slots", None, "the router reads what the slots hold"),
@@ -157,6 +161,14 @@ def _profile(backend: Backend, model: Path, host: str, port: int) -> list[Flag]:
     if backend.slot_save_path is not None:
         flags.append(Flag("--slot-save-path", backend.slot_save_path, "the setting slot_save_path"))
     return flags
+
+
+def _cache(backend: Backend) -> Flag:
+    if backend.kv_unified:
+        return Flag("--kv-unified", None, "the setting kv_unified", essential=True)
+    return Flag(
+        "--no-kv-unified", None, "a shared KV cache would let one slot's contents vanish for another's"
+    )
 
 
 def _refuse_clashes(engine: Engine, backend: Backend, flags: list[Flag]) -> None:

@@ -130,7 +130,8 @@ class Reloader:
         if known is None or old is None or known.pool != pool:
             return True
         if backend.url is None:  # the router's own key for it is the one that its engine was started with
-            return old.url is not None or old.api_key != backend.api_key
+            same = (old.api_key, old.kv_unified) == (backend.api_key, backend.kv_unified)
+            return old.url is not None or not same
         return old != backend
 
     async def _start(self, backends: list[Backend], engines: Mapping[str, Engine], came: Came) -> None:

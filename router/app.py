@@ -113,8 +113,10 @@ class Router:
                 if dispatcher.fleet.backend(backend.name) is None:
                     dispatcher.fleet.add_backend(backend.name, pool.name)
                     self._tell(config)
+                    if backend.kv_unified:
+                        dispatcher.fleet.shares_context(backend.name)
                     if backend.url is not None:
-                        dispatcher.fleet.watch_remote(backend.name, backend.url, unified=backend.kv_unified)
+                        dispatcher.fleet.watch_remote(backend.name, backend.url)
         self.lasting.pools.renew(config)
         self._tell(config)
         self.app.serving = create_app(
@@ -211,7 +213,7 @@ def create_app(
         for pool in config.pools:
             for backend in pool.backends:
                 if backend.url is not None:
-                    dispatcher.fleet.watch_remote(backend.name, backend.url, unified=backend.kv_unified)
+                    dispatcher.fleet.watch_remote(backend.name, backend.url)
         try:
             yield
         finally:
@@ -263,6 +265,8 @@ def create_router(
         timing=timing,
         connect=connector,
     )
+    for name in (one.name for pool in config.pools for one in pool.backends if one.kv_unified):
+        dispatcher.fleet.shares_context(name)
     keeper = ScaleKeeper(dispatcher, pause=timing.health)
     lasting = Lasting(Pools(config, dispatcher), Quota(config.keys), keeper)
     app = Front(create_app(config, dispatcher, metrics, journal, live, lasting=lasting))

@@ -113,8 +113,8 @@ class Scheduling(Section):
 
 _OF_ALL = frozenset({"name", "url"})
 _SOURCES = frozenset({"api_key", "api_key_env", "api_key_file"})
-_OF_REMOTE = frozenset({"kv_unified", "tls_ca"})
-_TOLD = frozenset({"cache_ram"})
+_OF_REMOTE = frozenset({"tls_ca"})
+_TOLD = frozenset({"cache_ram", "kv_unified"})
 """Of a backend elsewhere not set, but told of it."""
 
 
@@ -137,9 +137,10 @@ class Backend(Section):
     tls_ca: str | None = Field(default=None, min_length=1)
     """File of certificates (PEM) by which an `https` address is trusted, in place of the system's."""
     kv_unified: bool = False
-    """Whether this llama-server's slots share one context (it runs with `--kv-unified`, or without
-    `--parallel`): then a request waits if it might not fit beside those that run. Where that is not said, it
-    is found out when the engine fails for lack of room."""
+    """Whether the slots share one context (`--kv-unified`): any of them may fill it, a request waits that
+    might not fit beside those that run, and all answers share one pass over the model, whichever slots they
+    are on. Beside `url`: whether it is so (also of one that was started without `--parallel`); where that is
+    not said, it is found out when the engine fails for lack of room."""
     model: str | None = Field(default=None, min_length=1)
     """The GGUF file to serve from a llama-server launched here, or `demo` for the bundled demo model."""
     engine: str | None = Field(default=None, min_length=1)

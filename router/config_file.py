@@ -414,7 +414,6 @@ def _shown(backend: dict[str, Any], given: AbstractSet[str]) -> dict[str, Any]:
     if "url" in backend:
         names = ("name", "url", "api_key", "api_key_env", "api_key_file", "tls_ca", "kv_unified", "cache_ram")
         return {name: backend[name] for name in names if name in backend and name in given}
-    del backend["kv_unified"]
     backend["env"] = {
         name: _HIDDEN if _SECRET_NAME.search(name) else value for name, value in backend["env"].items()
     }

@@ -139,6 +139,10 @@ class Fleet:
         backend = self._backends[name] = Backend(name, pool)
         self._pools[pool].append(backend)
 
+    def shares_context(self, name: str) -> None:
+        """Whenever it is up, all slots of a backend share one context."""
+        self._backends[name].unified = True
+
     async def remove_backend(self, name: str) -> None:
         """A backend less. What it serves should have ended (:meth:`backend_draining`): it is cut off else."""
         backend = self._backends[name]
@@ -279,13 +283,9 @@ class Fleet:
 
     # -- for backends that run elsewhere -------------------------------------------------------------------
 
-    def watch_remote(self, name: str, url: str, *, unified: bool = False) -> None:
-        """Look after a backend that is not launched here: up when healthy, down after repeated failures.
-
-        ``unified``: its slots are known to share one context.
-        """
+    def watch_remote(self, name: str, url: str) -> None:
+        """Look after a backend that is not launched here: up when healthy, down after repeated failures."""
         backend = self._backends[name]
-        backend.unified = unified
         client = self._connect(name, url)
 
         async def came_up() -> None:

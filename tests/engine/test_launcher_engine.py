@@ -101,6 +101,19 @@ async def test_both_engines_take_the_launch_profile(running: Running, installed_
     assert any("kv_unified = 'false'" in line for line in running.recorder.lines)
 
 
+async def test_slots_share_one_context_where_that_is_set(installed_engine: Engine, demo_model: Path) -> None:
+    recorder = Recorder()
+    spec = launch(installed_engine, demo_model, kv_unified=True)
+    async with Supervisor([spec], recorder, recorder, manners=GENTLE):
+        _, url, slots, context, _ = await recorder.until("ready")
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, trust_env=False) as client:
+            body = {"prompt": "word " * (CONTEXT + 100), "n_predict": 1, "id_slot": 0}
+            answer = await client.post("/completion", json=body)
+    assert (slots, context) == (SLOTS, SLOTS * CONTEXT)
+    assert answer.is_success, answer.text
+    assert any("kv_unified = 'true'" in line for line in recorder.lines)
+
+
 async def test_what_the_router_builds_on_holds(running: Running) -> None:
     first = await running.complete("one two three four " * 20, id_slot=1)
     assert first["id_slot"] == 1

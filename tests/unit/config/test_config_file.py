@@ -205,10 +205,6 @@ WRONG = {
         with_backend("tls_ca: a"),
         "f.yaml:6: pools[0].backends[0].tls_ca: found beside model, allowed: only beside url",
     ),
-    "a shared context of a backend that is launched here": (
-        with_backend("kv_unified: true"),
-        "f.yaml:6: pools[0].backends[0].kv_unified: found beside model, allowed: only beside url",
-    ),
     "two keys for a backend that is launched here": (
         with_backend("api_key: a\napi_key_file: B"),
         (
@@ -493,4 +489,4 @@ def test_a_shared_context_is_shown_where_it_was_told(tmp_path: Path) -> None:
     shown.write_text(dump(load(file)))
     assert load(shown).pools[0].backends[0].kv_unified
     file.write_text(MINIMAL)
-    assert "kv_unified" not in dump(load(file))
+    assert "kv_unified: false" in dump(load(file))

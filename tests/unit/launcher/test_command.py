@@ -56,6 +56,12 @@ def test_the_launch_profile() -> None:
     assert command.left_out == ()
 
 
+def test_slots_that_are_to_share_one_context() -> None:
+    argv = build_command(engine(), backend(kv_unified=True), MODEL).argv
+    assert "--kv-unified" in argv
+    assert "--no-kv-unified" not in argv
+
+
 def test_settings_and_extra_arguments_are_appended() -> None:
     spec = backend(threads=2, cache_ram=512, slot_save_path="/saves", args=("-ngl", "99", "--frob"))
     argv = build_command(engine(), spec, MODEL).argv

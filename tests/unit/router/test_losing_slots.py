@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from warmslot.router.values import Loss
 
 from tests.fakes.llama_server import FakeLlamaServer
@@ -12,7 +13,6 @@ from tests.support.router import serving
 
 if TYPE_CHECKING:
     import httpx
-    import pytest
 
     from tests.support.router import Service
 
@@ -95,11 +95,14 @@ async def test_of_what_does_not_fit_into_a_shared_context_one_is_held_back(
     assert len([r for r in caplog.records if "its slots share one context" in r.getMessage()]) == 1
 
 
-async def test_a_shared_context_that_was_told_is_never_overfilled() -> None:
+@pytest.mark.parametrize("launched", [False, True])
+async def test_a_shared_context_that_was_told_is_never_overfilled(launched: bool) -> None:
     async with FakeLlamaServer(slots=2, context=600) as fake:
         fake.unified = True
-        backend = {"name": "b0", "url": fake.base_url, "kv_unified": True}
-        async with serving([fake], ready=False, pool={"backends": [backend]}) as service:
+        backend = {"name": "b0", "kv_unified": True} | (
+            {"model": "demo"} if launched else {"url": fake.base_url}
+        )
+        async with serving([fake], ready=launched, pool={"backends": [backend]}) as service:
             await service.watcher.until(lambda w: w.changes == [("b0", True)])
             for _ in range(3):
                 assert await both_at_once(service, held_back=1) == [200, 200]
