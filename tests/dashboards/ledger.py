@@ -118,7 +118,7 @@ class Run:
     seconds: float
     """Between the first scrape and the last."""
     advised: int
-    """Slots, as ``warmslot advise`` says of the journal."""
+    """Slots that the router was told of."""
 
     @property
     def told(self) -> list[Record]:

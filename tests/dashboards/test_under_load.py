@@ -11,13 +11,10 @@ import subprocess
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from warmslot.launcher.advise import advise as advising
-from warmslot.launcher.advisor import Advisor
-from warmslot.launcher.host_memory import cache_of
-from warmslot.router.config import Config
+from warmslot.router.advice import Advised
 from warmslot.router.journal import read
 from warmslot.router.records import BackendChange, Record
 
@@ -38,6 +35,8 @@ if TYPE_CHECKING:
 SLOTS, CONTEXT = 2, 2048
 FLAGS = ("-np", str(SLOTS), "-c", str(SLOTS * CONTEXT), "--no-kv-unified", "--slots", "--metrics")
 CLIENTS = ("anna", "ben")
+ADVISED = 3
+"""Slots that an advisor is taken to have found."""
 
 SCRAPE = """
 global: {{scrape_interval: 250ms, scrape_timeout: 250ms}}
@@ -112,22 +111,6 @@ async def load(running: Stack) -> int:
     return 1
 
 
-async def advise(running: Stack, backend: dict[str, Any], journal: Path) -> int:
-    """Have advice published, as ``warmslot up`` has; what the command says of the journal."""
-    pool = {"name": "m", "backends": [backend]}
-    config = Config.model_validate({"pools": [pool], "journal": {"path": str(journal)}})
-    writer = running.router.journal
-    assert writer is not None
-    await running.watcher.until(lambda seen: seen.level["m"] == 0)
-    while writer.written < len(running.reports()):  # noqa: ASYNC110 - a thread is at it, and tells nobody
-        await asyncio.sleep(0)
-    await Advisor(config, writer, lambda: config.pools[0].backends, running.router.advise).renew()
-    host = cache_of(config.pools[0].backends[0])
-    assert host is not None
-    found, _ = await asyncio.to_thread(advising, journal, kv_tokens=None, host=host, progress=lambda *_: None)
-    return found.best.setup.slots
-
-
 async def held(running: Stack) -> int:
     """Tokens in all slots, as the engine says."""
     backend = running.router.dispatcher.fleet.backend("one")
@@ -183,7 +166,7 @@ async def test_panels_show_what_happened(
             lambda one: one.query("min_over_time(timestamp(warmslot_backend_up == 1)[1m:250ms])"),
         )
         refused = await load(running)
-        advised = await advise(running, settings | {"name": "one", "model": str(demo_model)}, journal)
+        running.router.advise({"one": Advised(ADVISED, "made up", time.time())})
         over = time.time()
         last = "max(timestamp(warmslot_backend_up))"
 
@@ -210,7 +193,7 @@ async def test_panels_show_what_happened(
         resident=resident,
         refused=refused,
         seconds=at - min(begun.values()),
-        advised=advised,
+        advised=ADVISED,
     )
     for (dashboard, title), shown in asked.items():
         agree(f"{dashboard}: {title}", shown, run.expected(dashboard, title))
