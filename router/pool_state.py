@@ -17,7 +17,7 @@ from .placement import Ask, Demand
 from .rates import Rates, passes_of, usual_passes
 from .residency import Residency
 from .samples import Samples
-from .scheduler import CoreSettings, Pick, Waiting, in_flight_limit
+from .scheduler import Capacity, CoreSettings, Pick, Waiting, in_flight_limit
 from .sessions import Sessions
 from .shadow import Served, Shadow
 from .values import BLOCK, Loss, SlotRef
@@ -402,12 +402,20 @@ class Pool:
             list(self.waiting.values()),
             self.settings,
             now,
-            capacity=max(1, sum(self.limit(backend) for backend in self.backends.values())),
+            capacity=self._capacity(),
             served=self._served,
             overrun=self.overrun,
             idle=view.at_home,
             price=view.price,
             linger=view.linger,
+        )
+
+    def _capacity(self) -> Capacity:
+        at_once = [(backend, self.limit(backend)) for backend in self.backends.values()]
+        return Capacity(
+            requests=max(1, sum(limit for _, limit in at_once)),
+            prompts=max(1.0, len(at_once)),
+            answers=max(1.0, sum(backend.rates.gain(limit) for backend, limit in at_once)),
         )
 
     def overrun(self, most: float) -> float:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from .values import Priority
 
@@ -119,6 +119,21 @@ class Waiting:
     choice: Choice | None = None
 
 
+class Capacity(NamedTuple):
+    """How much of a kind a pool does in the time that a single request alone takes for it."""
+
+    requests: int = 1
+    """How many run at once."""
+    prompts: float = 1.0
+    """An engine computes prompts one after the other, however many run."""
+    answers: float = 1.0
+    """Written together, each takes longer than alone."""
+
+    def seconds(self, prefill: float, decode: float) -> float:
+        """By how much a request that takes so long alone delays the next, where others run beside it."""
+        return prefill / self.prompts + decode / self.answers
+
+
 @dataclass(frozen=True, slots=True)
 class Pick:
     """What to do next: start ``start``, or nothing until ``wake`` (or until something happens)."""
@@ -133,7 +148,7 @@ def waste(cost: float, full_seconds: float) -> float:
     return (cost + _TINY) / size
 
 
-def bound(waiting: Iterable[Waiting], settings: CoreSettings, capacity: int) -> float:
+def bound(waiting: Iterable[Waiting], settings: CoreSettings, capacity: Capacity) -> float:
     """The bound on waiting in seconds that holds at this load, for requests that set none of their own.
 
     One round serves everybody who waits once: ``work`` is the time it takes, ``reloads`` the part spent on
@@ -143,13 +158,13 @@ def bound(waiting: Iterable[Waiting], settings: CoreSettings, capacity: int) -> 
     """
     work = reloads = 0.0
     for item in waiting:
-        work += item.seconds
+        work += item.prefill_seconds / capacity.prompts + item.decode_seconds / capacity.answers
         if item.best_tokens * 2 < item.prompt_tokens:
             reloads += item.prefill_seconds
-    work, reloads = work / capacity, reloads / capacity
+    reloads /= capacity.prompts
     longest = settings.max_wait
     if longest is None:
-        shortest = _AUTO_SHORTEST / capacity**0.5
+        shortest = _AUTO_SHORTEST / capacity.requests**0.5
         longest = min(_AUTO_LONGEST, max(shortest, work + _RELOADS_PER_ROUND * reloads))
     return max(longest, work + reloads) if work > longest else longest
 
@@ -170,7 +185,12 @@ class Deadlines:
     """When each waiting request is to be started, soonest first."""
 
     def __init__(
-        self, waiting: Sequence[Waiting], settings: CoreSettings, now: float, capacity: int, overrun: Overrun
+        self,
+        waiting: Sequence[Waiting],
+        settings: CoreSettings,
+        now: float,
+        capacity: Capacity,
+        overrun: Overrun,
     ) -> None:
         limit = bound(waiting, settings, capacity)
         # No two have the same order, so the third is never compared; mostly sorted already, by arrival.
@@ -189,8 +209,8 @@ class Deadlines:
         """For each: how long it could wait beyond its turn, served in this order."""
         for moment, _, item in self._dues:
             self._spare.append(moment - begin)
-            begin += item.seconds / capacity
-        self._overrun = overrun(_RESERVED * (limit - (begin - now)) * capacity)
+            begin += item.prefill_seconds / capacity.prompts + item.decode_seconds / capacity.answers
+        self._overrun = overrun(_RESERVED * (limit - (begin - now)) * capacity.answers)
         self._least = min(self._spare, default=math.inf)
 
     @cached_property
@@ -213,7 +233,7 @@ class Deadlines:
         as far as there is time for it.
         """
         longer = min(self._overrun, first.spread_seconds)
-        delay = (prefill_seconds + first.decode_seconds + longer) / self._capacity
+        delay = self._capacity.seconds(prefill_seconds, first.decode_seconds + longer)
         if delay <= self._least:
             return True
         place = self._place[first.order]
@@ -222,7 +242,8 @@ class Deadlines:
         if place + 1 == len(self._dues):
             return True
         # Those behind it do not wait for its turn any more.
-        return delay - first.seconds / self._capacity <= self._spare_from[place + 1]
+        turn = self._capacity.seconds(first.prefill_seconds, first.decode_seconds)
+        return delay - turn <= self._spare_from[place + 1]
 
     def force(self, price: Price, *, overdue: bool) -> Waiting | None:
         """The soonest (of those whose moment has come, if ``overdue``) for which a slot is idle."""
@@ -244,7 +265,7 @@ def pick(
     settings: CoreSettings,
     now: float,
     *,
-    capacity: int,
+    capacity: Capacity,
     served: dict[str, float],
     overrun: Overrun,
     idle: Callable[[Waiting], bool],
@@ -253,8 +274,8 @@ def pick(
 ) -> Pick:
     """The request that starts next among those that can.
 
-    ``capacity``: requests that may run at once in the pool. ``served``: seconds of service that each client
-    has had. ``overrun(most)``: by how many seconds an answer may take longer than expected, as far as that is
+    ``capacity``: what the pool does at once. ``served``: seconds of service that each client has had.
+    ``overrun(most)``: by how many seconds an answer may take longer than expected, as far as that is
     no more than ``most``. ``idle(item)``: whether its best slot is. ``price(item, patient)``: the placement
     of a request now, ``None`` if no slot is idle for it.
     ``linger(item, choice)``: seconds for which the chosen slot should still be kept for its conversation.
