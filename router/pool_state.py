@@ -74,6 +74,10 @@ class Backend:
     """Seconds so far in which a prompt was computed while others may have decoded."""
     _ticked: float = 0.0
 
+    def gain(self, busy: float) -> float:
+        """Tokens per second with ``busy`` answers on slots anywhere, in units of what one has alone."""
+        return self.rates.gain(busy, usual_passes(busy, self.slots))
+
     def tick(self, now: float) -> None:
         """Bring ``crowd`` and ``passes`` up to date, before who decodes changes."""
         decoding = [active.lease for active in self.active.values() if active.decoding_since is not None]
@@ -415,7 +419,7 @@ class Pool:
         return Capacity(
             requests=max(1, sum(limit for _, limit in at_once)),
             prompts=max(1.0, len(at_once)),
-            answers=max(1.0, sum(backend.rates.gain(limit) for backend, limit in at_once)),
+            answers=max(1.0, sum(backend.gain(limit) for backend, limit in at_once)),
         )
 
     def overrun(self, most: float) -> float:
@@ -440,11 +444,7 @@ class Pool:
             return most
         decode = backend.rates.decode_seconds(self.mean_output)
         reload = backend.rates.prefill_seconds(0, round(self._prompt_tokens))
-
-        def gain(level: float) -> float:
-            return backend.rates.gain(level, usual_passes(level, backend.slots))
-
-        return scheduler.best_level(most, decode, reload, gain)
+        return scheduler.best_level(most, decode, reload, backend.gain)
 
     def has_room(self, backend: Backend) -> bool:
         """Whether a backend may take one more request at all."""
